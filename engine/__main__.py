@@ -1,0 +1,222 @@
+"""`python -m engine`, alone or under mpirun: parse, join the world, load, serve, leave by one code.
+
+A start is a row of phases. After each, every rank tells the others how it fared (`world.agree`):
+when one failed, rank 0 prints the error and its remedy, and all leave with the error's exit code,
+before anything more is done. The phases go from cheap to dear: a wrong option, folder or prompt is
+refused before a kernel is compiled or a weight is read.
+
+Exit codes: engine/errors.py.
+"""
+
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+
+from engine.config import HelpWanted, fit, parse, prepare_environment, read_prompt
+from engine.errors import (BUG, INTERRUPTED, EngineError, ModelError, PlanError, RequestError,
+                           WorldError)
+from engine.progress import Progress, on_terminal
+from engine.shape import MAX_WORLD, Shape, ShapeProblem, part
+
+
+class _Refused(Exception):
+    """A phase failed on some rank, and every rank knows: leave together."""
+
+    def __init__(self, error):
+        super().__init__(error)
+        self.error = error
+
+
+def main(argv):
+    """argv without the program's name -> exit code of this rank."""
+    prepare_environment()
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:      # started with it closed
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+    config = error = help_text = None
+    try:
+        config = parse(argv)
+    except HelpWanted as wanted:
+        help_text = wanted.text
+    except EngineError as e:
+        error = e
+    try:
+        world = _join()
+    except EngineError as e:
+        print(e.report(), file=sys.stderr)
+        return e.exit_code
+    if world.rank:      # mpirun hands Ctrl-C to every rank; rank 0 alone decides what it means
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        _agree(world, error)
+        if help_text is not None:
+            if world.rank == 0:
+                print(help_text, end="", flush=True)
+            return 0
+        return _start(config, world)
+    except _Refused as refused:
+        if world.rank == 0:
+            print(refused.error.report(), file=sys.stderr, flush=True)
+        return refused.error.exit_code
+    except KeyboardInterrupt:
+        world.abort(INTERRUPTED)
+    except EngineError as e:    # in the middle of a round: the others cannot be told in words
+        e.rank = world.rank if e.rank is None and world.size > 1 else e.rank
+        print(e.report(), file=sys.stderr, flush=True)
+        world.abort(e.exit_code)
+    except Exception:
+        traceback.print_exc()
+        world.abort(BUG)
+
+
+def _join():
+    try:
+        from engine.world import World
+    except (ImportError, RuntimeError) as e:    # mpi4py says RuntimeError where it finds no MPI
+        raise WorldError(f"MPI cannot be loaded: {e}", "pip install mpi4py mpich") from None
+    return World.join()
+
+
+def _agree(world, error=None, everywhere=True):
+    """Leaves on every rank where one rank failed. everywhere: the error may depend on the rank."""
+    first = world.agree(error)
+    if first is not None:
+        failed = first[1]
+        if not everywhere or world.size == 1:
+            failed.rank = None
+        raise _Refused(failed)
+
+
+def _phase(world, work, everywhere=True):
+    """work() on this rank, then the agreement; its value."""
+    value = error = None
+    try:
+        value = work()
+    except EngineError as e:
+        error = e
+    _agree(world, error, everywhere)
+    return value
+
+
+def _start(config, world):
+    """From a checked command line to the exit code."""
+    if world.size > MAX_WORLD:
+        raise _Refused(PlanError(f"{world.size} ranks were started, the engine runs on 1 to "
+                                 f"{MAX_WORLD}", f"mpirun -np {MAX_WORLD} python -m engine"))
+    progress = Progress(world.rank == 0 and on_terminal(2))
+    shape = _phase(world, lambda: _read_shape(config.model))
+    config = _phase(world, lambda: fit(config, shape))
+    if config.command == "plan":
+        return importlib.import_module("engine.plan").main(config, world) or 0
+    if config.command == "bench":
+        return _import_in_turn(world, "engine.bench", progress).main(config, world) or 0
+    seconds = {"load": 0.0, "compile": 0.0}
+    chat, ids = _phase(world, lambda: _read_request(config, shape) if world.rank == 0
+                       else (None, None), everywhere=False)
+    engine = _load(config, world, progress, seconds)
+    return _serve(engine, chat, config, ids, world, progress, seconds)
+
+
+def _read_shape(folder):
+    """The Shape that a model folder's config.json gives. ModelError naming the file."""
+    path = os.path.join(folder, "config.json")
+    hint = "give the folder that holds config.json and the safetensors files"
+    if not os.path.isdir(folder):
+        raise ModelError(f"--model {folder}: no such folder", hint)
+    try:
+        with open(path, encoding="utf-8") as f:
+            return Shape.from_config(json.load(f))
+    except OSError as e:
+        raise ModelError(f"{path}: {e.strerror}", hint) from None
+    except ShapeProblem as e:
+        raise ModelError(f"{path}: {e}", e.hint) from None
+    except ValueError as e:
+        raise ModelError(f"{path} is not JSON: {e}", "copy the model folder again") from None
+
+
+def _read_request(config, shape):
+    """Rank 0's (Chat, prompt ids or None for a line chat), all of it refused here if it can be."""
+    from engine.chat import Chat, prompt_ids
+    chat = Chat(config.model)
+    if not config.one_reply:
+        chat.require_text()
+        return chat, None
+    if config.prompt is not None:
+        chat.require_text()     # before a prompt is waited for
+    return chat, prompt_ids(chat, read_prompt(config, sys.stdin.buffer), shape.vocab)
+
+
+def _import_in_turn(world, name, progress):
+    """A module whose kernels compile at import: one rank a machine first, then the others."""
+    if world.local_rank == 0:
+        with progress.phase("compiling kernels, first start only"):
+            importlib.import_module(name)
+    world.barrier()
+    return importlib.import_module(name)
+
+
+def _load(config, world, progress, seconds):
+    """The Engine with its weights; fills seconds "compile" and "load"."""
+    started = time.perf_counter()
+    weights_module = _import_in_turn(world, "engine.weights", progress)
+    seconds["compile"] += time.perf_counter() - started
+    shape, checkpoint = _phase(world, lambda: weights_module.open_model(config.model))
+    if world.rank == 0:
+        for note in checkpoint.notes:
+            print(f"sparkgrid: {note}", file=sys.stderr, flush=True)
+
+    started = time.perf_counter()
+    engine_module = _import_in_turn(world, "engine.engine", progress)
+    seconds["compile"] += time.perf_counter() - started
+    plan_module = importlib.import_module("engine.plan")
+    _phase(world, lambda: plan_module.admit(config, shape, checkpoint, world))
+
+    started = time.perf_counter()
+    with progress.phase("loading weights") as line:
+        weights = _phase(world, lambda: weights_module.load_weights(
+            checkpoint, shape, part(shape, world.rank, world.size), line.update))
+    engine = _phase(world, lambda: engine_module.Engine(config, world, shape, weights))
+    seconds["load"] = time.perf_counter() - started
+    return engine
+
+
+def _serve(engine, chat, config, ids, world, progress, seconds):
+    """Rank 0 drives, the others follow; all come back and leave with the same code."""
+    code, error = 0, None
+    if world.rank:
+        engine.follow()
+    else:
+        from engine.serve import Desk, Interrupt, line_chat, one_reply
+        with Interrupt().installed() as interrupt:
+            interactive = on_terminal(0) and on_terminal(1)
+            # mpirun forwards two streams in no certain order: on one terminal, use one
+            err = sys.stdout if interactive and on_terminal(2) else sys.stderr
+            desk = Desk(sys.stdin.buffer, sys.stdout.buffer, err, interactive, progress,
+                        interrupt, seconds)
+            try:
+                if ids is None:
+                    code = line_chat(engine, chat, config, desk)
+                else:
+                    code = one_reply(engine, chat, config, ids, desk)
+            except RequestError as e:
+                error = e
+            engine.stop()
+    _agree(world, error, everywhere=False)
+    return code
+
+
+def _leave(code):
+    """Ends the process; what standard output does not take any more is dropped."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    _leave(main(sys.argv[1:]))

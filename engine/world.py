@@ -1,0 +1,150 @@
+"""The ranks and what they say to each other: the only importer of mpi4py.
+
+Every collective here is made of non-blocking sends and receives and a wait that backs off, so a
+waiting rank leaves its core to the others (a blocking MPICH receive spins: six ranks on two cores
+ran 3-5 times slower with it). All ranks call the same collectives in the same order; messages
+between two ranks never overtake each other, so one tag is enough. Sums are taken in rank order
+0..W-1 whatever the size (rank law).
+"""
+
+import ctypes
+import json
+import os
+import sys
+import time
+
+import mpi4py
+
+mpi4py.rc.thread_level = "funneled"
+from mpi4py import MPI  # noqa: E402  (the thread level must be set before this)
+import numpy as np  # noqa: E402
+
+from engine import errors  # noqa: E402
+
+SUM_WHOLE_BYTES = 32 * 1024   # a sum up to here sends whole arrays; above, each rank sums a share
+REPORT_BYTES = 8192           # of a report in `agree`: 1,000 characters, at most 6 bytes each
+PR_SET_TIMERSLACK = 29
+SPIN_SECONDS = (200e-6, 40e-6)    # before the first sleep: a core a rank, more ranks than cores
+SLEEP_SECONDS = (20e-6, 4e-3)     # shortest, longest; between them 2 % of the time waited so far
+
+
+class World:
+    """This process's place among the ranks, and the collectives. Made by `World.join()`."""
+
+    def __init__(self, comm):
+        self._comm = comm
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        machine = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self.local_rank, self.local_size = machine.Get_rank(), machine.Get_size()
+        machine.Free()
+        self._spin = SPIN_SECONDS[self.local_size > (os.cpu_count() or 1)]
+        if sys.platform == "linux":      # the kernel rounds a short sleep up by 50 us otherwise
+            ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0)
+
+    @classmethod
+    def join(cls):
+        """Join the ranks that mpirun started; a process started alone is rank 0 of 1."""
+        return cls(MPI.COMM_WORLD)
+
+    def abort(self, code):
+        """End every rank at once; for faults that the others cannot be told of in any other way."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._comm.Abort(code)
+
+    def _wait(self, requests):
+        started = time.perf_counter()
+        while not MPI.Request.Testall(requests):
+            waited = time.perf_counter() - started
+            if waited > self._spin:
+                time.sleep(min(max(SLEEP_SECONDS[0], 0.02 * waited), SLEEP_SECONDS[1]))
+
+    def exchange(self, *pairs):
+        """For each (outgoing, incoming) pair: send outgoing[j] to rank j, fill incoming[i] from i.
+
+        Contiguous arrays; None or empty = nothing between these two. Both sides know the sizes from
+        the plan. A rank's own part is copied. All pairs travel at once and cost one wait.
+        """
+        requests = []
+        for _, incoming in pairs:
+            for i, array in enumerate(incoming):
+                if array is not None and array.size and i != self.rank:
+                    requests.append(self._comm.Irecv([array, array.nbytes, MPI.BYTE], i))
+        for outgoing, incoming in pairs:
+            for j, array in enumerate(outgoing):
+                if array is not None and array.size and j != self.rank:
+                    requests.append(self._comm.Isend([array, array.nbytes, MPI.BYTE], j))
+            mine = incoming[self.rank]
+            if mine is not None and mine.size and mine is not outgoing[self.rank]:
+                np.copyto(mine, outgoing[self.rank])
+        if requests:
+            self._wait(requests)
+
+    def gather(self, mine, parts=None):
+        """Every rank's array, in rank order: [W, *mine.shape], or uneven arrays in `parts`."""
+        if parts is None:
+            parts = np.empty((self.size, *mine.shape), mine.dtype)
+        self.exchange(([mine] * self.size, list(parts)))
+        return parts
+
+    def sum(self, x):
+        """x, contiguous, becomes its sum over ranks, added in rank order element by element."""
+        if self.size == 1 or not x.size:
+            return x
+        if x.nbytes <= SUM_WHOLE_BYTES:
+            parts = self.gather(x)
+            _sum_in_order(parts, x)
+            return x
+        flat = x.reshape(-1)
+        cuts = [flat.size * r // self.size for r in range(self.size + 1)]
+        shares = [flat[cuts[r]:cuts[r + 1]] for r in range(self.size)]
+        parts = np.empty((self.size, shares[self.rank].size), x.dtype)
+        self.exchange((shares, list(parts)))
+        total = np.empty_like(parts[0])
+        _sum_in_order(parts, total)
+        self.gather(total, shares)
+        return x
+
+    def broadcast(self, message=None):
+        """Rank 0's bytes, on every rank. The other ranks wait here while there is nothing to do."""
+        if self.size == 1:
+            return message
+        length = np.array([len(message) if self.rank == 0 else 0], np.int64)
+        if self.rank == 0:
+            data = np.frombuffer(message, np.uint8)
+            requests = [self._comm.Isend([a, a.nbytes, MPI.BYTE], r)
+                        for r in range(1, self.size) for a in (length, data)]
+            self._wait(requests)
+            return message
+        self._wait([self._comm.Irecv([length, length.nbytes, MPI.BYTE], 0)])
+        data = np.empty(int(length[0]), np.uint8)
+        self._wait([self._comm.Irecv([data, data.nbytes, MPI.BYTE], 0)])
+        return data.tobytes()
+
+    def barrier(self):
+        """Return when every rank has come here."""
+        self.gather(np.zeros(1, np.int8))
+
+    def agree(self, error=None):
+        """Tell every rank how this one fared; None, or (rank, EngineError) of the first failed one.
+
+        The error's `rank` is set where not all ranks failed.
+        """
+        report = b"" if error is None else json.dumps(
+            [type(error).__name__, error.message[:600], error.hint[:400]]).encode()
+        mine = np.zeros(REPORT_BYTES, np.uint8)
+        mine[:min(len(report), REPORT_BYTES)] = np.frombuffer(report, np.uint8)[:REPORT_BYTES]
+        everyone = self.gather(mine)
+        failed = [r for r in range(self.size) if everyone[r, 0]]
+        if not failed:
+            return None
+        name, message, hint = json.loads(everyone[failed[0]].tobytes().rstrip(b"\0"))
+        kind = getattr(errors, name, errors.FaultError)
+        return failed[0], kind(message, hint, rank=failed[0] if len(failed) < self.size else None)
+
+
+def _sum_in_order(parts, out):
+    np.copyto(out.reshape(-1), parts[0].reshape(-1))
+    for part in parts[1:]:
+        np.add(out.reshape(-1), part.reshape(-1), out=out.reshape(-1))
