@@ -16,11 +16,16 @@ import sys
 import time
 import traceback
 
-from engine.config import HelpWanted, fit, parse, prepare_environment, read_prompt
+from engine.config import (HelpWanted, fit, parse, prepare_environment, read_prompt,
+                           under_mpirun)
 from engine.errors import (BUG, INTERRUPTED, EngineError, ModelError, PlanError, RequestError,
                            WorldError)
+from engine.launch import run_worlds
 from engine.progress import Progress, on_terminal
 from engine.shape import MAX_WORLD, Shape, ShapeProblem, part
+
+
+BENCH_WORLDS = (1, 2, 6)    # what `python -m engine bench` without mpirun goes through
 
 
 class _Refused(Exception):
@@ -45,6 +50,8 @@ def main(argv):
     except EngineError as e:
         error = e
     try:
+        if config and config.command == "bench" and not under_mpirun():
+            return run_worlds(argv, BENCH_WORLDS)
         world = _join()
     except EngineError as e:
         print(e.report(), file=sys.stderr)
@@ -111,14 +118,20 @@ def _start(config, world):
     shape = _phase(world, lambda: _read_shape(config.model))
     config = _phase(world, lambda: fit(config, shape))
     if config.command == "plan":
-        return importlib.import_module("engine.plan").main(config, world) or 0
+        return _command(world, importlib.import_module("engine.plan"), config)
     if config.command == "bench":
-        return _import_in_turn(world, "engine.bench", progress).main(config, world) or 0
+        return _command(world, _import_in_turn(world, "engine.bench", progress), config)
     seconds = {"load": 0.0, "compile": 0.0}
     chat, ids = _phase(world, lambda: _read_request(config, shape) if world.rank == 0
                        else (None, None), everywhere=False)
     engine = _load(config, world, progress, seconds)
     return _serve(engine, chat, config, ids, world, progress, seconds)
+
+
+def _command(world, module, config):
+    """Run a subcommand's module; its exit code."""
+    _phase(world, lambda: module.main(config, world))
+    return 0
 
 
 def _read_shape(folder):
@@ -181,7 +194,20 @@ def _load(config, world, progress, seconds):
             checkpoint, shape, part(shape, world.rank, world.size), line.update))
     engine = _phase(world, lambda: engine_module.Engine(config, world, shape, weights))
     seconds["load"] = time.perf_counter() - started
+    if world.rank == 0:
+        print(f"sparkgrid: {_started_as(engine)}", file=sys.stderr, flush=True)
     return engine
+
+
+def _started_as(engine):
+    """What runs, in one line: a fall-back to the CPU is never silent."""
+    config, ranks = engine.config, engine.world.size
+    if ranks == 1:
+        kv = "not split"
+    else:
+        kv = f"split, {config.placement}" if config.split else "copied to each"
+    return (f"{ranks} rank{'s' * (ranks > 1)} on the CPU (backend host), KV {config.kv_dtype} "
+            f"{kv}, context {config.context:,} tokens, {config.parallel} at a time")
 
 
 def _serve(engine, chat, config, ids, world, progress, seconds):

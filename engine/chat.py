@@ -17,6 +17,7 @@ import jinja2.sandbox
 import tokenizers
 
 from engine.errors import ModelError, RequestError
+from engine.prompt import check_prompt
 
 REPLACEMENT = "\ufffd"      # what an incomplete or invalid UTF-8 sequence decodes to
 
@@ -188,20 +189,8 @@ def prompt_ids(chat, config, vocab):
     else:
         messages = [*start_of(config.system), {"role": "user", "content": config.prompt}]
         ids = chat.encode_chat(messages, effort=config.effort)
-    refuse_prompt(ids, config.context, vocab)
+    check_prompt(ids, config.context, vocab)
     return ids
-
-
-def refuse_prompt(ids, context, vocab):
-    """RequestError where no engine of this model could take the ids: known before it is loaded."""
-    for i, token in enumerate(ids):
-        if not 0 <= token < vocab:
-            raise RequestError(f"token {token} at position {i} is not in the vocabulary of {vocab}",
-                               f"ids are 0 to {vocab - 1}: use this model's tokenizer")
-    if len(ids) >= context:
-        raise RequestError(f"the prompt has {len(ids)} tokens; the context holds {context}, one of "
-                           f"them for the reply", f"shorten the prompt to {context - 1} tokens or "
-                           "raise --context, up to the model's window")
 
 
 class _Refusal(Exception):

@@ -59,6 +59,10 @@ class Config:
     shuffle_pages: bool = False
     backend: str = "auto"           # "auto" | "host"
 
+    def replaced(self, **values):
+        """A copy with some values changed."""
+        return dataclasses.replace(self, **values)
+
     @property
     def one_reply(self):
         """True where the command line itself holds the prompt."""
@@ -349,8 +353,13 @@ def prepare_environment():
         os.environ["NUMBA_CACHE_DIR"] = _kernel_cache(_kernel_digest())
 
 
+def under_mpirun():
+    """Whether a launcher started this process as one of several ranks (or as one alone)."""
+    return any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"))
+
+
 def _kernel_digest():
-    files = [ENGINE / "host.py", ENGINE / "shape.py",
+    files = [ENGINE / "host.py", ENGINE / "linear.py", ENGINE / "shape.py",
              *sorted((ENGINE / "model").glob("*.py")), *sorted((ENGINE / "stages").glob("*.py"))]
     digest = hashlib.sha256(importlib.metadata.version("numba").encode())
     for f in files:

@@ -102,3 +102,34 @@ def product(x, block, acc):
         xk = x[k]
         for j in range(LANES):
             acc[j] += xk * widen(block[k, j])
+
+
+@njit(["void(float32[:, ::1], int64, uint16[:, ::1], float32[:, ::1])",
+       "void(float32[:, ::1], int64, float32[:, ::1], float32[:, ::1])"], **NJIT)
+def product4(x, i, block, acc):
+    """`product` of rows i .. i + 3 of x [n, K], acc [4, 64]: the same sums, weights read once.
+
+    One expression a row: split in two, the loop was no longer vectorised and ran 5 times slower.
+    """
+    whole = x.shape[1] & ~3
+    for r in range(4):
+        for j in range(LANES):
+            acc[r, j] = np.float32(0.0)
+    for k in range(0, whole, 4):
+        for j in range(LANES):
+            w0 = widen(block[k, j])
+            w1 = widen(block[k + 1, j])
+            w2 = widen(block[k + 2, j])
+            w3 = widen(block[k + 3, j])
+            acc[0, j] = (((acc[0, j] + x[i, k] * w0) + x[i, k + 1] * w1)
+                         + x[i, k + 2] * w2) + x[i, k + 3] * w3
+            acc[1, j] = (((acc[1, j] + x[i + 1, k] * w0) + x[i + 1, k + 1] * w1)
+                         + x[i + 1, k + 2] * w2) + x[i + 1, k + 3] * w3
+            acc[2, j] = (((acc[2, j] + x[i + 2, k] * w0) + x[i + 2, k + 1] * w1)
+                         + x[i + 2, k + 2] * w2) + x[i + 2, k + 3] * w3
+            acc[3, j] = (((acc[3, j] + x[i + 3, k] * w0) + x[i + 3, k + 1] * w1)
+                         + x[i + 3, k + 2] * w2) + x[i + 3, k + 3] * w3
+    for k in range(whole, x.shape[1]):
+        for r in range(4):
+            for j in range(LANES):
+                acc[r, j] += x[i + r, k] * widen(block[k, j])

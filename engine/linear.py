@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from engine.host import LANES as BLOCK, NJIT, from_bf16, product
+from engine.host import LANES as BLOCK, NJIT, from_bf16, product, product4
 
 
 class Linear(NamedTuple):
@@ -68,14 +68,20 @@ def pack_group(matrices, shape=None, dtype=np.uint16):
        "void(float32[:, ::1], float32[:, :, ::1], float32[:, ::1])"], **NJIT)
 def matvec_rows(x, w, out):
     """out [n, N] = x [n, K] times the blocked w [ceil(N/64), K, 64], in the module's order."""
-    acc = np.empty(BLOCK, np.float32)
+    acc = np.empty((4, BLOCK), np.float32)
+    fours = x.shape[0] & ~3
     for b in range(w.shape[0]):
         first = b * BLOCK
         count = min(BLOCK, out.shape[1] - first)
-        for i in range(x.shape[0]):
-            product(x[i], w[b], acc)
+        for i in range(0, fours, 4):
+            product4(x, i, w[b], acc)
+            for r in range(4):
+                for j in range(count):
+                    out[i + r, first + j] = acc[r, j]
+        for i in range(fours, x.shape[0]):
+            product(x[i], w[b], acc[0])
             for j in range(count):
-                out[i, first + j] = acc[j]
+                out[i, first + j] = acc[0, j]
 
 
 @njit(["void(float32[:, :, ::1], uint16[:, :, :, ::1], float32[:, :, ::1])",

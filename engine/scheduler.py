@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engine.errors import RequestError
+from engine.prompt import check_prompt
 from engine.sequence import Sequence
 
 
@@ -58,23 +58,12 @@ class Scheduler:
 
     def submit(self, prompt, sampling):
         """Queue a prompt (ids); its request id. RequestError before anything changes."""
-        prompt = np.asarray(prompt, np.int64).reshape(-1)
-        if not prompt.size:
-            raise RequestError("the prompt is empty", "give at least one token")
-        outside = np.flatnonzero((prompt < 0) | (prompt >= self.vocab))
-        if outside.size:
-            raise RequestError(f"token {int(prompt[outside[0]])} at position {int(outside[0])} is "
-                               f"not in the vocabulary of {self.vocab}",
-                               f"ids are 0 to {self.vocab - 1}: use this model's tokenizer")
-        if prompt.size >= self.context:
-            raise RequestError(f"the prompt has {prompt.size} tokens; the context holds "
-                               f"{self.context}, one of them for the reply",
-                               f"shorten the prompt to {self.context - 1} tokens, or raise "
-                               "--context")
+        check_prompt(prompt, self.context, self.vocab)
+        prompt = np.array(prompt, np.int32)
         longest = min(sampling.max_tokens, self.context - prompt.size)
         pages = -(-(prompt.size + longest) // self.page_rows)
         self.pool.refusal(pages)
-        sequence = Sequence(self._submitted, prompt.astype(np.int32),
+        sequence = Sequence(self._submitted, prompt,
                             replace(sampling, max_tokens=int(longest)), pages)
         self._submitted += 1
         self._waiting.append(sequence)

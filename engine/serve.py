@@ -19,7 +19,7 @@ import json
 import signal
 import time
 
-from engine.chat import Stream, refuse_prompt, start_of
+from engine.chat import Stream, start_of
 from engine.config import utf8
 from engine.errors import BROKEN_PIPE, INTERRUPTED, RequestError
 from engine.sample import Sampling
@@ -281,7 +281,6 @@ def _turn(engine, chat, config, desk, messages, text):
     asked = [*messages, {"role": "user", "content": text}]
     try:
         ids = chat.encode_chat(asked, effort=config.effort)
-        refuse_prompt(ids, config.context, engine.shape.vocab)
         reply = answer(engine, chat, config, ids, desk)
     except RequestError as e:
         hint = "/new starts a new conversation" if desk.interactive and messages else e.hint
