@@ -1,9 +1,9 @@
 """RMS norm and LayerNorm in float32, with one fixed order of sums a row.
 
-A row's sum runs in 64 lanes (lane j takes elements j, j + 64, ...), then over the lanes
-ascending. Formulas: x * (mean(x^2) + eps)^-0.5 * weight; (x - mean) * (mean((x - mean)^2) +
-eps)^-0.5 * weight + bias. Weights come as float32, checkpoint names *layernorm.weight,
-*_norm.weight.
+A sum of squares runs in 64 lanes (lane j takes elements j, j + 64, ...), then over the lanes
+ascending; LayerNorm's mean is a plain ascending sum. Formulas: x * (mean(x^2) + eps)^-0.5 *
+weight; (x - mean) * (mean((x - mean)^2) + eps)^-0.5 * weight + bias. Weights come as float32,
+checkpoint names *layernorm.weight, *_norm.weight.
 """
 
 import math

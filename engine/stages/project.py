@@ -10,10 +10,11 @@ this rank's part of the output.
 | writes | merged, merged_lse | [n, heads, kv_lora], [n, heads] | float32 | |
 
 merged = sum_g exp(lse_g - max) out_g / sum_g exp(lse_g - max), g ascending. An empty group (0,
--inf) adds nothing; a single group comes out bit for bit as it went in, so a partial may be merged
-where it was made or where it arrives. A row with no group at all is (0, -inf). Collective before
-it: partials to the owner of the heads; after it: the sum over ranks of what `project_host`
-returns. Bytes: G partials and the two weights once. Source: log-sum-exp merging of softmax parts.
+-inf) adds nothing; a single group comes out bit for bit as it went in (-0.0 as 0.0), so a partial
+may be merged where it was made or where it arrives. A row with no group at all is (0, -inf).
+Collective before it: partials to the owner of the heads; after it: the sum over ranks of what
+`project_host` returns. Bytes: G partials and the two weights once. Source: log-sum-exp merging of
+softmax parts.
 """
 
 import math
@@ -56,4 +57,4 @@ def combine_host(out, lse, merged, merged_lse):
 def project_host(merged, value_up, output):
     """merged [n, heads, kv_lora] -> this rank's part of the layer's output, [n, hidden]."""
     values = linear_group(merged, value_up)
-    return linear(values.reshape(merged.shape[0], -1), output)
+    return linear(values.reshape(len(values), values.shape[1] * values.shape[2]), output)

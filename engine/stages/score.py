@@ -12,13 +12,13 @@ the total order.
 | writes | counts | [n] | int32 | how many of them are filled |
 
 A call scores the pools of pages k with k % groups == group, or of all pages where group is -1.
-Row at position t sees pools 0 .. (t + 1) // kpool - 1. Total order: score descending, then pool
-index ascending; -0.0 counts as 0.0; ReLU scores tie at zero, so the index decides there. Rows
-that see at most P pools keep them all (stage 3 makes their list without scores), so they are
-skipped: count 0. Score: sum over heads ascending of weight_h * relu(q_h . key * index_dim^-0.5),
-each dot over d ascending. The call returns the number of NaN scores met: any is a fault.
-Collective after it: allgather of 8 P bytes a row. Bytes: every scored key once for 32 rows.
-Source: transformers glm5_next indexer.
+Rows of one seat are consecutive and ascending. Row at position t sees pools 0 .. (t + 1) // kpool
+- 1. Total order: score descending, then pool index ascending; -0.0 counts as 0.0; ReLU scores tie
+at zero, so the index decides there. Rows that see at most P pools keep them all (stage 3 makes
+their list without scores), so they are skipped: count 0. Score: sum over heads ascending of
+weight_h * relu(q_h . key * index_dim^-0.5), each dot over d ascending. The call returns the
+number of NaN scores met: any is a fault. Collective after it: allgather of 8 P bytes a row.
+Bytes: every scored key once for 32 rows. Source: transformers glm5_next indexer.
 """
 
 import math
