@@ -22,7 +22,7 @@ import numpy as np  # noqa: E402
 from engine import errors  # noqa: E402
 
 SUM_WHOLE_BYTES = 32 * 1024   # a sum up to here sends whole arrays; above, each rank sums a share
-REPORT_BYTES = 8192           # of a report in `agree`: 1,000 characters, at most 6 bytes each
+REPORT_BYTES = 16384          # of a report in `agree`: 1,000 characters, at most 12 bytes each
 PR_SET_TIMERSLACK = 29
 SPIN_SECONDS = (200e-6, 40e-6)    # before the first sleep: a core a rank, more ranks than cores
 SLEEP_SECONDS = (20e-6, 4e-3)     # shortest, longest; between them 2 % of the time waited so far
