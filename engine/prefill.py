@@ -38,7 +38,7 @@ def _lists(model, binding, queries, rows):
     owner = int(model.table.owners[rows.seats[0]])
     if visible * shape.index_dim * keys.itemsize <= candidate_bytes:
         pages = np.arange(-(-visible // keys.shape[1]))
-        gathered = _fetch(model, keys, int(rows.seats[0]), pages)
+        gathered = fetch_pages(model, keys, int(rows.seats[0]), pages)
         table = np.zeros((len(model.table.table), len(pages)), np.int32)
         table[rows.seats[0]] = pages
         found = best_pools(model, binding, queries, rows, ALL_GROUPS, gathered, table)
@@ -60,7 +60,7 @@ def _no_candidates(model, n):
                       np.zeros((1, n), np.int32))
 
 
-def _fetch(model, array, seat, pages):
+def fetch_pages(model, array, seat, pages):
     """One seat's logical `pages` of array [local pages, ...], here and elsewhere: [pages, ...]."""
     world = model.world
     holders, table = model.table.holders[seat, pages], model.table.table[seat, pages]
@@ -85,7 +85,7 @@ def _attend_history(model, binding, query, rows, lists, lengths):
     for tile in range(last // TILE + 1):
         first_page = tile * TILE // page_rows
         pages = np.arange(first_page, min((tile + 1) * TILE - 1, last) // page_rows + 1)
-        scratch = _fetch(model, model.pages.latents[binding], int(rows.seats[0]), pages)
+        scratch = fetch_pages(model, model.pages.latents[binding], int(rows.seats[0]), pages)
         table = np.arange(len(pages), dtype=np.int32)[None]
         partials.add(lists, lengths, here, table, scratch, first_page, tile, tile + 1)
     return combine(*partials.finish())[0]

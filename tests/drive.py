@@ -22,7 +22,7 @@ import engine.prefill  # noqa: E402
 import engine.step  # noqa: E402
 from engine.engine import Engine  # noqa: E402
 from engine.forward import Rows, forward, logits  # noqa: E402
-from engine.prefill import _fetch, prefill_attention  # noqa: E402
+from engine.prefill import fetch_pages, prefill_attention  # noqa: E402
 from engine.sample import Sampling  # noqa: E402
 from engine.shape import part  # noqa: E402
 from engine.step import decode_attention  # noqa: E402
@@ -256,7 +256,7 @@ def kv(engine, seat, count, bindings):
     found = []
     for arrays, rows in ((model.pages.latents, count),
                          (model.pages.keys, count // model.shape.index_kpool)):
-        whole = [_fetch(model, a, seat, pages) for a in arrays[:bindings]]
+        whole = [fetch_pages(model, a, seat, pages) for a in arrays[:bindings]]
         found.append(np.stack([w.reshape(-1, w.shape[-1])[:rows] for w in whole]))
     return found
 
