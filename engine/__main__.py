@@ -22,7 +22,7 @@ from engine.errors import (BUG, INTERRUPTED, EngineError, ModelError, PlanError,
                            WorldError)
 from engine.launch import run_worlds
 from engine.progress import Progress, on_terminal
-from engine.shape import MAX_WORLD, Shape, ShapeProblem, part
+from engine.shape import MAX_WORLD, Shape, ShapeProblem
 
 
 BENCH_WORLDS = (1, 2, 6)    # what `python -m engine bench` without mpirun goes through
@@ -118,7 +118,7 @@ def _start(config, world):
     shape = _phase(world, lambda: _read_shape(config.model))
     config = _phase(world, lambda: fit(config, shape))
     if config.command == "plan":
-        return _command(world, importlib.import_module("engine.plan"), config)
+        return _command(world, _import_in_turn(world, "engine.plan", progress), config)
     if config.command == "bench":
         return _command(world, _import_in_turn(world, "engine.bench", progress), config)
     seconds = {"load": 0.0, "compile": 0.0}
@@ -185,13 +185,14 @@ def _load(config, world, progress, seconds):
     started = time.perf_counter()
     engine_module = _import_in_turn(world, "engine.engine", progress)
     seconds["compile"] += time.perf_counter() - started
-    plan_module = importlib.import_module("engine.plan")
+    backend, plan_module = (importlib.import_module(f"engine.{m}") for m in ("backend", "plan"))
+    config = _phase(world, lambda: backend.choose(config))
     _phase(world, lambda: plan_module.admit(config, shape, checkpoint, world))
 
     started = time.perf_counter()
     with progress.phase("loading weights") as line:
-        weights = _phase(world, lambda: weights_module.load_weights(
-            checkpoint, shape, part(shape, world.rank, world.size), line.update))
+        weights = _phase(world, lambda: backend.load(config, checkpoint, shape, world,
+                                                     line.update))
     engine = _phase(world, lambda: engine_module.Engine(config, world, shape, weights))
     seconds["load"] = time.perf_counter() - started
     if world.rank == 0:
@@ -206,8 +207,9 @@ def _started_as(engine):
         kv = "not split"
     else:
         kv = f"split, {config.placement}" if config.split else "copied to each"
-    return (f"{ranks} rank{'s' * (ranks > 1)} on the CPU (backend host), KV {config.kv_dtype} "
-            f"{kv}, context {config.context:,} tokens, {config.parallel} at a time")
+    where = "the CPU (backend host)" if config.backend == "host" else "CUDA (backend cuda)"
+    return (f"{ranks} rank{'s' * (ranks > 1)} on {where}, KV {config.kv_dtype} {kv}, "
+            f"context {config.context:,} tokens, {config.parallel} at a time")
 
 
 def _serve(engine, chat, config, ids, world, progress, seconds):

@@ -57,7 +57,7 @@ class Config:
     chunk: int = 2048               # prompt tokens a prefill chunk
     poison: bool = False
     shuffle_pages: bool = False
-    backend: str = "auto"           # "auto" | "host"
+    backend: str = "auto"           # "auto" | "host" | "cuda"
 
     def replaced(self, **values):
         """A copy with some values changed."""
@@ -121,7 +121,7 @@ def _parser():
     g.add_argument("--split", metavar="on|off", help="spread the KV over the ranks (default on)")
     g.add_argument("--kv-dtype", metavar="bf16|float32", help="type of the KV (default bf16)")
     g.add_argument("--chunk", metavar="N", help="prompt tokens a prefill chunk (default 2048)")
-    g.add_argument("--backend", metavar="auto|host", help="where it computes (default auto)")
+    g.add_argument("--backend", metavar="auto|host|cuda", help="where it computes (default auto)")
     g = p.add_argument_group("checks")
     g.add_argument("--poison", action="store_true", help="fill fresh pages with NaN")
     g.add_argument("--shuffle-pages", action="store_true", help="hand pages out in mixed order")
@@ -193,7 +193,7 @@ def _checked(given):
               if value is not None and name in known}
     choices = {"effort": ("low", "high", "max"), "kv_dtype": ("bf16", "float32"),
                "placement": ("striped", "owner"), "split": ("on", "off"),
-               "backend": ("auto", "host")}
+               "backend": ("auto", "host", "cuda")}
     counts = {"max_tokens": 1, "pages": 1, "context": 2, "parallel": 1, "chunk": 1,
               "replicate": 0, "page_rows": 1, "seed": 0}
     for name in values:
@@ -359,7 +359,8 @@ def under_mpirun():
 
 
 def _kernel_digest():
-    files = [ENGINE / "host.py", ENGINE / "linear.py", ENGINE / "shape.py",
+    files = [*(ENGINE / f"{name}.py" for name in ("device", "host", "linear", "shape")),
+             *sorted(ENGINE.glob("gemm*.py")),
              *sorted((ENGINE / "model").glob("*.py")), *sorted((ENGINE / "stages").glob("*.py"))]
     digest = hashlib.sha256(importlib.metadata.version("numba").encode())
     for f in files:

@@ -11,18 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.backend import BACKENDS, choose, make_pool
 from engine.errors import WorldError
-from engine.forward import Model, Rows, forward, logits
-from engine.memory import classes_of, pages_below, pool_pages, window_pages
-from engine.pool.lease import Pool
-from engine.pool.page import Pages, rank_pages
-from engine.pool.state import States
-from engine.pool.table import PageTable
-from engine.prefill import prefill_attention
+from engine.forward import Rows
 from engine.sample import sample
 from engine.scheduler import Scheduler
-from engine.shape import part
-from engine.step import decode_attention
 
 
 class Event(NamedTuple):
@@ -36,26 +29,15 @@ class Event(NamedTuple):
 class Engine:
     """One rank's engine, made on every rank from the same Config; rank 0 drives, the others follow.
 
-    shape, weights: from engine.weights. seconds: wall time by phase on this rank ("prefill",
+    shape, weights: as engine.backend.load gives them. seconds: wall time by phase on this rank
+    ("prefill",
     "decode"). tokens: prompt tokens prefilled and reply tokens decoded.
     """
 
     def __init__(self, config, world, shape, weights):
-        classes = classes_of(config, world.size)
-        window = window_pages(config.context, config.page_rows)
-        split_pages, replicated = pool_pages(config, world.size)
-        below = min(pages_below(config, classes), window)
-        own = part(shape, world.rank, world.size)
-        everyone = [part(shape, rank, world.size) for rank in range(world.size)]
-        pages = Pages(shape, rank_pages(split_pages, classes, world.rank, replicated),
-                      config.page_rows, config.kv_dtype)
-        self.config, self.world, self.shape = config, world, shape
-        self.model = Model(world, shape, own, weights, pages, States(shape, own, config.parallel),
-                           PageTable(config.parallel, window, classes, replicated),
-                           tuple(p.heads for p in everyone), tuple(p.vocab for p in everyone),
-                           classes > 1, config.replicate)
-        self.pool = Pool(split_pages, classes, config.placement, below, replicated,
-                         config.shuffle_pages)
+        self.config, self.world, self.shape = choose(config), world, shape
+        self.backend = BACKENDS[self.config.backend](self.config, world, shape, weights)
+        self.pool = make_pool(config, world.size)
         self.scheduler = Scheduler(self.pool, config.parallel, config.context, config.chunk,
                                    config.page_rows, shape.vocab)
         self.seconds = {"prefill": 0.0, "decode": 0.0}
@@ -107,32 +89,22 @@ class Engine:
             raise WorldError(f"round {plan.number} arrived where round {self._rounds} was due",
                              "start all ranks with the same version", rank=self.world.rank)
         for seat in plan.closes:
-            self.model.table.unbind(seat)
+            self.backend.close(seat)
         for seat, lease in plan.opens:
-            self._open(seat, lease)
+            self.backend.open(seat, lease)
         chunk = rows = None
         if plan.chunk is not None:
             seat, first, tokens = plan.chunk
-            chunk = self._timed("prefill", prefill_attention, plan.chunk_ends, Rows.of(
-                tokens, np.full(len(tokens), seat), np.arange(first, first + len(tokens))))
+            chunk = self._timed("prefill", Rows.of(
+                tokens, np.full(len(tokens), seat), np.arange(first, first + len(tokens))),
+                plan.chunk_ends)
         if plan.tokens.size:
-            rows = self._timed("decode", decode_attention, True,
-                               Rows(plan.tokens, plan.seats, plan.positions))
+            rows = self._timed("decode", Rows(plan.tokens, plan.seats, plan.positions))
         return chunk, rows
 
-    def _timed(self, phase, attend, wanted, rows):
+    def _timed(self, phase, rows, *wanted):
         started = time.perf_counter()
-        hidden = forward(self.model, rows, attend)
-        # a chunk needs its last row's logits only, and only where the prompt ends with it
-        hidden = hidden[-1:] if phase == "prefill" else hidden
-        result = logits(self.model, hidden) if wanted else None
+        result = getattr(self.backend, phase)(rows, *wanted)
         self.seconds[phase] += time.perf_counter() - started
         self.tokens[phase] += rows.count
         return result
-
-    def _open(self, seat, lease):
-        model = self.model
-        model.table.bind(seat, lease, self.world.rank)
-        model.states.clear(seat)
-        if self.config.poison:
-            model.pages.poison(model.table.local_pages(seat))

@@ -19,6 +19,7 @@ from engine.shape import part
 
 FLOAT = 4
 KV_ITEM = {"bf16": 2, "float32": 4}
+KIND_BYTES = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
 DRAFT_OVERHANG = 1      # rows that a draft of one token writes past the window's last
 
 
@@ -61,8 +62,8 @@ def plan(config, shape, world, kind, scratch=()):
     for rank in range(world):
         own = part(shape, rank, world)
         pages = replicated + totals[rank if classes > 1 else 0]
-        ranks.append((*weight_bytes(shape, own, kind).items(), *page_bytes(shape, config, pages),
-                      *state_bytes(shape, own, config.parallel),
+        ranks.append((*weight_bytes(shape, own, kind, config.backend).items(),
+                      *page_bytes(shape, config, pages), *state_bytes(shape, own, config.parallel),
                       ("page tables", table_bytes(config.parallel, window)), *scratch))
     return Plan(window, totals, replicated, windows,
                 token_bytes(shape, classes, item=KV_ITEM[config.kv_dtype]), tuple(ranks))
@@ -71,8 +72,8 @@ def plan(config, shape, world, kind, scratch=()):
 def check_memory(needed_bytes, available, rank):
     """PlanError where a rank's plan is more than the `available` bytes of its machine."""
     if needed_bytes > available:
-        raise PlanError(f"rank {rank} needs {needed_bytes:,} bytes, its machine has {available:,} "
-                        "available", "fewer --pages, a shorter --context or less --parallel; more "
+        raise PlanError(f"rank {rank} needs {needed_bytes:,} bytes and {available:,} are available "
+                        "to it", "fewer --pages, a shorter --context or less --parallel; more "
                         "ranks on other machines; `plan` lists what takes how much", rank)
 
 
@@ -178,12 +179,12 @@ def table_bytes(seats, window):
     return seats * (2 * window + 1) * 4
 
 
-def weight_bytes(shape, own, kind):
+def weight_bytes(shape, own, kind, backend="host"):
     """{name: bytes} of the weights that a rank holds. own: its Part; kind: name -> dtype word.
 
-    Packed matrices are padded to whole blocks of 64 outputs; BF16 takes 2 bytes a value, all else
-    4, and one wider tensor among those packed together widens them. The embedding stays in the
-    file.
+    Host: packed matrices are padded to whole blocks of 64 outputs; BF16 takes 2 bytes a value, all
+    else 4, and one wider tensor among those packed together widens them. Device: as on disk, FP8
+    with its scales; F32 matrices count as F32. The embedding stays in the file.
     """
     s, hidden = shape, shape.hidden
     sizes = dict.fromkeys(("KDA", "DSA", "indexer", "hyper-connections", "norms", "dense MLPs",
@@ -194,6 +195,10 @@ def weight_bytes(shape, own, kind):
         return span[1] - span[0]
 
     def packed(layer, rows, columns, *names):
+        if backend == "cuda":
+            kinds = {kind(layer_name(layer, name)) for name in names}
+            scales = -(-rows // 128) * -(-columns // 128) * FLOAT if "F8_E4M3" in kinds else 0
+            return rows * columns * max(KIND_BYTES[k] for k in kinds) + scales
         wide = any(kind(layer_name(layer, name)) != "BF16" for name in names)
         return -(-rows // BLOCK) * BLOCK * columns * (4 if wide else 2)
 

@@ -1,5 +1,8 @@
 """`python -m engine plan`: what every rank will hold, by name, before anything is allocated."""
 
+from engine.backend import choose
+from engine.device import cuda
+from engine.device_attention import device_scratch_bytes
 from engine.memory import check_memory, plan
 from engine.prefill import scratch_bytes
 from engine.weights import open_model
@@ -8,6 +11,7 @@ from engine.weights import open_model
 def main(config, world):
     """Print the plan of config's model at this world's size, on rank 0. Raises PlanError."""
     shape, checkpoint = open_model(config.model)
+    config = choose(config)
     made = plan_of(config, shape, checkpoint, world.size)
     if world.rank == 0:
         print("\n".join(lines(config, made)), flush=True)
@@ -15,12 +19,19 @@ def main(config, world):
 
 def plan_of(config, shape, checkpoint, world):
     """The engine.memory.Plan of an opened model, buffers included."""
-    return plan(config, shape, world, checkpoint.kind, scratch_bytes(config, shape, world))
+    scratch = device_scratch_bytes if config.backend == "cuda" else scratch_bytes
+    return plan(config, shape, world, checkpoint.kind, scratch(config, shape, world))
 
 
 def admit(config, shape, checkpoint, world):
-    """PlanError where the pool holds no window, or this machine's memory not its ranks' plans."""
+    """PlanError where the pool holds no window, or the memory not the ranks' plans.
+
+    The ranks of a machine share its memory, or its device's, alike.
+    """
     made = plan_of(config, shape, checkpoint, world.size)
+    if config.backend == "cuda":
+        free, _ = cuda.current_context().get_memory_info()
+        return check_memory(made.total(world.rank), free // world.local_size, world.rank)
     with open("/proc/meminfo", encoding="ascii") as f:
         kib = next(int(line.split()[1]) for line in f if line.startswith("MemAvailable:"))
     check_memory(made.total(world.rank), kib * 1024 // world.local_size, world.rank)

@@ -200,7 +200,7 @@ def load_weights(source, shape, part, progress=None):
     call has done = total.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    load = _Loader(checkpoint, shape, part)
+    load = Loader(checkpoint, shape, part)
     total = sum(weight_bytes(shape, part, checkpoint.kind).values())
     layers = []
     for i in range(shape.layers):
@@ -219,8 +219,14 @@ def load_weights(source, shape, part, progress=None):
     return Weights(embed, tuple(layers), norm, head, mtp, sizes)
 
 
-class _Loader:
-    """Reads one rank's slices of a layer. Everything here follows the names on disk."""
+class Loader:
+    """Reads one rank's slices of a layer. Everything here follows the names on disk.
+
+    How matrices are held is the methods `matrix`, `pack`, `pack_group` and `stack`: here as the
+    host path multiplies by them; engine.device_weights holds them as the kernels do.
+    """
+
+    pack, pack_group = staticmethod(pack), staticmethod(pack_group)
 
     def __init__(self, checkpoint, shape, part):
         self.checkpoint, self.shape, self.part = checkpoint, shape, part
@@ -241,7 +247,7 @@ class _Loader:
 
     def hyper(self, i, site):
         fn = self.checkpoint.matrix(layer_name(i, f"hc_{site}_fn"))
-        return Hyper(pack([fn]), self.vector(i, f"hc_{site}_base"),
+        return Hyper(self.pack([fn]), self.vector(i, f"hc_{site}_base"),
                      self.vector(i, f"hc_{site}_scale"))
 
     def kda(self, i):
@@ -255,12 +261,12 @@ class _Loader:
         with np.errstate(over="ignore"):
             decay = np.exp(self.vector(i, "self_attn.A_log", heads).astype(np.float64))
             decay = decay.astype(np.float32)
-        return Kda(pack(inp), np.concatenate(conv).reshape(-1, self.shape.conv),
-                   pack([self.matrix(i, "self_attn.f_b_proj", own)]),
-                   pack([self.matrix(i, "self_attn.g_b_proj", own)]),
+        return Kda(self.pack(inp), np.concatenate(conv).reshape(-1, self.shape.conv),
+                   self.pack([self.matrix(i, "self_attn.f_b_proj", own)]),
+                   self.pack([self.matrix(i, "self_attn.g_b_proj", own)]),
                    decay, self.vector(i, "self_attn.dt_bias", own),
                    self.vector(i, "self_attn.o_norm.weight"),
-                   pack([self.matrix(i, "self_attn.o_proj", None, own)]))
+                   self.pack([self.matrix(i, "self_attn.o_proj", None, own)]))
 
     def dsa(self, i):
         s, (first, stop) = self.shape, self.part.heads
@@ -270,48 +276,48 @@ class _Loader:
         values = [kv_b[h * both + s.qk_nope:(h + 1) * both] for h in range(stop - first)]
         index = "self_attn.indexer."
         gate = self.checkpoint.matrix(layer_name(i, index + "index_kpool_compress_gate"))
-        return Dsa(pack([self.matrix(i, "self_attn.q_a_proj"),
-                         self.matrix(i, "self_attn.kv_a_proj_with_mqa")]),
+        return Dsa(self.pack([self.matrix(i, "self_attn.q_a_proj"),
+                              self.matrix(i, "self_attn.kv_a_proj_with_mqa")]),
                    self.vector(i, "self_attn.q_a_layernorm.weight"),
                    self.vector(i, "self_attn.kv_a_layernorm.weight"),
-                   pack([self.matrix(i, "self_attn.q_b_proj",
-                                     (first * s.qk_nope, stop * s.qk_nope))]),
-                   pack_group(keys, (s.kv_lora, s.qk_nope), kv_b.dtype),
-                   pack_group(values, (s.v_head, s.kv_lora), kv_b.dtype),
-                   pack([self.matrix(i, "self_attn.o_proj", None,
-                                     (first * s.v_head, stop * s.v_head))]),
-                   pack([self.matrix(i, index + "wk"), gate,
-                         self.matrix(i, index + "weights_proj")]),
-                   pack([self.matrix(i, index + "wq_b")]),
+                   self.pack([self.matrix(i, "self_attn.q_b_proj",
+                                          (first * s.qk_nope, stop * s.qk_nope))]),
+                   self.pack_group(keys, (s.kv_lora, s.qk_nope), kv_b.dtype),
+                   self.pack_group(values, (s.v_head, s.kv_lora), kv_b.dtype),
+                   self.pack([self.matrix(i, "self_attn.o_proj", None,
+                                          (first * s.v_head, stop * s.v_head))]),
+                   self.pack([self.matrix(i, index + "wk"), gate,
+                              self.matrix(i, index + "weights_proj")]),
+                   self.pack([self.matrix(i, index + "wq_b")]),
                    self.vector(i, index + "k_norm.weight"), self.vector(i, index + "k_norm.bias"),
                    self.vector(i, index + "index_kpool_compress_ape"))
 
     def mlp(self, i, group, own):
-        return Mlp(pack([self.matrix(i, f"{group}.gate_proj", own),
-                         self.matrix(i, f"{group}.up_proj", own)]),
-                   pack([self.matrix(i, f"{group}.down_proj", None, own)]))
+        return Mlp(self.pack([self.matrix(i, f"{group}.gate_proj", own),
+                              self.matrix(i, f"{group}.up_proj", own)]),
+                   self.pack([self.matrix(i, f"{group}.down_proj", None, own)]))
 
     def moe(self, i):
         own, names = self.part.expert, [f"mlp.experts.{e}" for e in range(self.shape.experts)]
-        gate_up = [_stack(self.matrix(i, f"{name}.gate_proj", own),
-                          self.matrix(i, f"{name}.up_proj", own)) for name in names]
+        gate_up = [self.stack([self.matrix(i, f"{name}.gate_proj", own),
+                               self.matrix(i, f"{name}.up_proj", own)]) for name in names]
         down = [self.matrix(i, f"{name}.down_proj", None, own) for name in names]
-        return Moe(pack([self.matrix(i, "mlp.gate")]),
-                   self.vector(i, "mlp.gate.e_score_correction_bias"), pack_group(gate_up),
-                   pack_group(down), self.mlp(i, "mlp.shared_experts", self.part.shared))
+        return Moe(self.pack([self.matrix(i, "mlp.gate")]),
+                   self.vector(i, "mlp.gate.e_score_correction_bias"), self.pack_group(gate_up),
+                   self.pack_group(down), self.mlp(i, "mlp.shared_experts", self.part.shared))
 
     def mtp(self, i):
         return Mtp(self.vector(i, "enorm.weight"), self.vector(i, "hnorm.weight"),
-                   pack([self.matrix(i, "eh_proj")]), self.vector(i, "input_layernorm.weight"),
+                   self.pack([self.matrix(i, "eh_proj")]), self.vector(i, "input_layernorm.weight"),
                    self.vector(i, "post_attention_layernorm.weight"), self.dsa(i), self.moe(i),
                    self.vector(i, "shared_head.norm.weight"))
 
-
-def _stack(gate, up):
-    """The rows of both; BF16 bits beside float32 are widened first."""
-    if gate.dtype != up.dtype:
-        gate, up = (from_bf16(m) if m.dtype == np.uint16 else m for m in (gate, up))
-    return np.concatenate([gate, up])
+    @staticmethod
+    def stack(matrices):
+        """Matrices one under the other; BF16 bits beside float32 are widened first."""
+        if len({m.dtype for m in matrices}) > 1:
+            matrices = [from_bf16(m) if m.dtype == np.uint16 else m for m in matrices]
+        return np.concatenate(matrices)
 
 
 def _nbytes(tree):

@@ -79,13 +79,13 @@ def open_seat(engine, seat, tokens):
     """Lease what `tokens` positions need and bind it to a seat. Returns the Lease."""
     lease = engine.pool.grant(-(-tokens // engine.config.page_rows))
     assert lease is not None, "the test's pool is too small"
-    engine._open(seat, lease)
+    engine.backend.open(seat, lease)
     return lease
 
 
 def close_seat(engine, seat, lease):
     """Give a seat's pages back, and hold the pool to its books."""
-    engine.model.table.unbind(seat)
+    engine.backend.model.table.unbind(seat)
     engine.pool.release(lease)
     engine.pool.check()
 
@@ -96,13 +96,13 @@ def prefill(engine, seat, ids, chunk=None):
     for first in range(0, len(ids), chunk):
         some = ids[first:first + chunk]
         rows = Rows.of(some, np.full(len(some), seat), np.arange(first, first + len(some)))
-        hidden.append(forward(engine.model, rows, prefill_attention))
+        hidden.append(forward(engine.backend.model, rows, prefill_attention))
     return np.concatenate(hidden)
 
 
 def decode(engine, seats, tokens, positions):
     """One decode step of several conversations -> hidden [n, hidden] on every rank."""
-    return forward(engine.model, Rows.of(tokens, seats, positions), decode_attention)
+    return forward(engine.backend.model, Rows.of(tokens, seats, positions), decode_attention)
 
 
 def replies(engine, requests):
@@ -251,7 +251,7 @@ class Trace:
 
 def kv(engine, seat, count, bindings):
     """A seat's [latents [bindings, count, kv_lora], keys [bindings, count // kpool, index_dim]]."""
-    model = engine.model
+    model = engine.backend.model
     pages = np.arange(-(-count // model.pages.page_rows))
     found = []
     for arrays, rows in ((model.pages.latents, count),
@@ -270,8 +270,8 @@ def trace(engine, ids, prompt, chunk=None, seat=0):
         hidden += [decode(engine, [seat], [ids[p]], [p]) for p in range(prompt, len(ids))]
     hidden = np.concatenate(hidden)
     layers = len(engine.shape.dsa_layers)
-    result = Trace(hidden, logits(engine.model, hidden),
-                   recorder.table(engine.model, layers, len(ids)),
+    result = Trace(hidden, logits(engine.backend.model, hidden),
+                   recorder.table(engine.backend.model, layers, len(ids)),
                    *kv(engine, seat, len(ids), layers), recorder)
     close_seat(engine, seat, lease)
     return result

@@ -212,13 +212,15 @@ def test_a_cache_that_cannot_be_made_is_not_used(tmp_path):
 
 
 def test_the_kernel_digest_covers_every_file_that_kernels_inline(tmp_path, monkeypatch):
-    for name in ("host.py", "linear.py", "shape.py", "model/a.py", "stages/b.py", "chat.py"):
+    kernels = ("device.py", "host.py", "linear.py", "shape.py", "gemm.py", "model/a.py",
+               "stages/b.py")
+    for name in (*kernels, "chat.py"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("x")
     monkeypatch.setattr(front, "ENGINE", tmp_path)
     before = front._kernel_digest()
-    for name in ("host.py", "linear.py", "shape.py", "model/a.py", "stages/b.py"):
+    for name in kernels:
         (tmp_path / name).write_text("y")
         assert front._kernel_digest() != before, name
         before = front._kernel_digest()

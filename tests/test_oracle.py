@@ -86,12 +86,13 @@ def _run(engine, data, n):
         original = forward_module.hyper_out
         patch.setattr(forward_module, "hyper_out", hyper_out)
         hidden = drive.prefill(engine, 0, ids)
-        lists = recorder.table(engine.model, 2, n)
+        lists = recorder.table(engine.backend.model, 2, n)
     after = Rows.of(ids[1:], np.zeros(n - 1), np.arange(n - 1))
-    y = draft_hidden(engine.model, np.ascontiguousarray(hidden[:-1]), after, prefill_attention,
+    model = engine.backend.model
+    y = draft_hidden(model, np.ascontiguousarray(hidden[:-1]), after, prefill_attention,
                      zero_first=True)
     made = Run({name.replace(f"_{n}", "", 1): a for name, a in data.items() if f"_{n}" in name},
-               logits(engine.model, hidden), lists, np.stack(seen[1::2]), logits(engine.model, y))
+               logits(model, hidden), lists, np.stack(seen[1::2]), logits(model, y))
     close_seat(engine, 0, lease)
     return made
 

@@ -18,10 +18,13 @@ mlp.shared_experts.*.
 import math
 
 import numpy as np
-from numba import njit
+from numba import int32, int64, njit, uint16
 
+from engine.device import KERNEL, cuda, narrow, sigmoid as sigmoid_device
 from engine.host import NJIT
 from engine.linear import linear
+
+THREADS = 256
 
 
 @njit("float32(float32)", **NJIT)
@@ -55,3 +58,39 @@ def mlp(x, w, limit):
     active = np.empty((x.shape[0], columns), np.float32)
     swiglu_host(linear(x, w.gate_up), np.float32(limit), active)
     return linear(active, w.down)
+
+
+# ---- device ------------------------------------------------------------------------------------
+
+@cuda.jit(**KERNEL)
+def _swiglu_kernel(gate_up, limit, picks, seats, out):
+    # grid (rows, tiles of THREADS columns), block THREADS
+    row = int64(cuda.blockIdx.x)
+    column = int32(cuda.blockIdx.y * THREADS + cuda.threadIdx.x)
+    if column >= out.shape[1] or seats[row // picks] < 0:
+        return
+    columns = int32(gate_up.shape[1] // 2)
+    if column >= columns:
+        out[row, column] = uint16(0)
+        return
+    gate = gate_up[row, column]
+    up = gate_up[row, columns + column]
+    if gate > limit:
+        gate = limit
+    if up > limit:
+        up = limit
+    elif up < -limit:
+        up = -limit
+    out[row, column] = narrow(gate * sigmoid_device(gate) * up)
+
+
+def swiglu_cuda(gate_up, limit, picks, seats, out, stream):
+    """out [m, >= c] uint16 (BF16) from gate_up [m, 2c] float32; columns past c become 0.
+
+    seats [m / picks] int32: row r belongs to seats[r // picks] (picks > 1: chosen experts' rows).
+    """
+    m, columns = gate_up.shape[0], gate_up.shape[1] // 2
+    assert out.shape[0] == m == picks * seats.size and out.shape[1] >= columns, out.shape
+    if m and out.shape[1]:
+        _swiglu_kernel[(m, -(-out.shape[1] // THREADS)), THREADS, stream](
+            gate_up, np.float32(limit), picks, seats, out)

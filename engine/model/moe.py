@@ -19,19 +19,26 @@ y = sum of weight * expert(x) + shared(x), each expert the gated MLP of `dense` 
 Order: the sum of s and the sum of experts ascend in expert index, then the shared expert is added.
 Rows are gathered by expert, so that a call walks an expert's weights once, but a row's sums are
 those of the row alone. Empty cases: no columns gives zeros; no rows gives no rows.
+On the device the router's logits are sums of parts (`dots`); padding rows (seat < 0) choose -1 with
+weight 0.
 Source: config.json n_routed_experts, num_experts_per_tok, routed_scaling_factor, norm_topk_prob,
 swiglu_limit; checkpoint mlp.gate.weight, mlp.gate.e_score_correction_bias, mlp.experts.*,
 mlp.shared_experts.*.
 """
 
 import numpy as np
-from numba import njit
+from numba import float32, int32, int64, njit
 
+from engine.device import (FULL, INLINE, KERNEL, add_rn, cuda, float_bits,
+                           sigmoid as sigmoid_device)
 from engine.host import NJIT
 from engine.linear import linear, matvec_rows
 from engine.model.dense import mlp, sigmoid, swiglu_host
+from engine.model.dots import dots_cuda
 
 SUM_EPS = 1e-20       # keeps the weights finite where every chosen score is 0
+MAX_EXPERTS = 512     # a warp chooses for a row, with all scores in shared memory
+TAKEN = -2 ** 31      # below the key of every score
 
 
 @njit("void(float32[:, ::1], float32[::1], float32, int32[:, ::1], float32[:, ::1])", **NJIT)
@@ -125,3 +132,81 @@ def moe(x, w, shape):
                      np.float32(shape.swiglu_limit), columns, y)
     y += mlp(x, w.shared, shape.swiglu_limit)
     return y
+
+
+# ---- device ------------------------------------------------------------------------------------
+
+@cuda.jit(**INLINE)
+def _rising(value):
+    """int32 in the order of the floats, -0.0 as 0.0, NaN above all; always above TAKEN."""
+    bits = int32(float_bits(add_rn(value, float32(0))))
+    if bits < 0:
+        bits = int32(bits ^ int32(0x7FFFFFFF))
+    if value != value:
+        bits = int32(0x7FFFFFFF)
+    return bits
+
+
+@cuda.jit(**KERNEL)
+def _choose_kernel(partial, bias, scaling, seats, chosen, weights):
+    # grid (n), block 32: lane l keeps the experts l, l + 32, ...
+    keys = cuda.shared.array(MAX_EXPERTS, int32)
+    scores = cuda.shared.array(MAX_EXPERTS, float32)
+    row = int64(cuda.blockIdx.x)
+    lane = int32(cuda.threadIdx.x)
+    experts, picks = int32(bias.shape[0]), int32(chosen.shape[1])
+    if seats[row] < 0:
+        if lane < picks:
+            chosen[row, lane] = int32(-1)
+            weights[row, lane] = float32(0)
+        return
+    for e in range(lane, experts, 32):
+        logit = float32(0)
+        for p in range(partial.shape[1]):
+            logit += partial[row, p, e]
+        scores[e] = sigmoid_device(logit)
+        keys[e] = _rising(scores[e] + bias[e])
+    # ---- the largest, `picks` times; lane j remembers pick j
+    mine = int32(-1)
+    for pick in range(picks):
+        top = int32(TAKEN)
+        best = experts
+        for e in range(lane, experts, 32):
+            if keys[e] > top:
+                top, best = keys[e], int32(e)
+        for mask in (16, 8, 4, 2, 1):
+            other = cuda.shfl_xor_sync(FULL, top, mask)
+            index = cuda.shfl_xor_sync(FULL, best, mask)
+            if other > top or (other == top and index < best):
+                top, best = other, index
+        if best & 31 == lane:
+            keys[best] = int32(TAKEN)
+        if lane == pick:
+            mine = best
+    # ---- ascending experts, and the sum of their scores in that order
+    place = int32(0)
+    for pick in range(picks):
+        if cuda.shfl_sync(FULL, mine, pick) < mine:
+            place += 1
+    if lane < picks:
+        chosen[row, place] = mine
+    cuda.syncthreads()
+    total = float32(0)
+    for pick in range(picks):
+        total += scores[chosen[row, pick]]
+    if lane < picks:
+        weights[row, place] = scores[mine] / (total + float32(SUM_EPS)) * scaling
+
+
+def route_cuda(x, router, bias, scaling, seats, partial, chosen, weights, stream):
+    """chosen [n, k] int32, ascending in a row; weights [n, k] float32.
+
+    x [n, hidden] float32; router [E, hidden] uint16 (BF16) or float32; bias [E] float32; partial
+    [n, parts(hidden), E] float32 is scratch.
+    """
+    n, picks = chosen.shape
+    assert picks <= min(32, bias.size) and bias.size <= MAX_EXPERTS, (picks, bias.size)
+    assert partial.shape[2] == router.shape[0] == bias.size and weights.shape == (n, picks)
+    dots_cuda(x, router, seats, partial, stream)
+    if n:
+        _choose_kernel[n, 32, stream](partial, bias, np.float32(scaling), seats, chosen, weights)

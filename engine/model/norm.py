@@ -4,16 +4,25 @@ A sum of squares runs in 64 lanes (lane j takes elements j, j + 64, ...), then o
 ascending; LayerNorm's mean is a plain ascending sum. Formulas: x * (mean(x^2) + eps)^-0.5 *
 weight; (x - mean) * (mean((x - mean)^2) + eps)^-0.5 * weight + bias. Weights come as float32,
 checkpoint names *layernorm.weight, *_norm.weight.
+
+On the device a row is a block of 256 threads: thread t adds the elements t, t + 256, ... (squares
+by fused multiply-add), then the lanes of a warp as a butterfly, then the warps ascending. Rows are
+read from column `first` of a wider array and written from column `at`, so that parts of one
+product need no copy; seats [n] int32 marks padding rows (negative), which nothing is written for.
+An output is float32 or uint16 (BF16 bits, nearest even), by the dtype of the array.
 """
 
 import math
+from functools import lru_cache
 
 import numpy as np
-from numba import njit
+from numba import float32, int32, int64, njit
 
+from engine.device import KERNEL, block_sum, cuda, fma, narrow, rsqrt
 from engine.host import NJIT
 
 LANES = 64
+THREADS = 256           # a multiple of 32; the same for every width, as the order depends on it
 
 
 @njit("float32(float32[::1])", **NJIT)
@@ -68,3 +77,100 @@ def layer_norm(x, weight, bias, eps):
     out = np.empty_like(x)
     _layer_norm(x, weight, bias, np.float32(eps), out)
     return out
+
+
+# ---- device ------------------------------------------------------------------------------------
+
+@lru_cache(None)
+def rms_norm_kernel(bf16):
+    """The kernel that writes BF16 bits, or float32."""
+
+    @cuda.jit(**KERNEL)
+    def _rms_norm_kernel(x, first, weight, eps, seats, out, at):
+        # grid (n), block THREADS
+        scratch = cuda.shared.array(32, float32)
+        row = int64(cuda.blockIdx.x)
+        if seats[row] < 0:
+            return
+        width = int32(weight.shape[0])
+        total = float32(0)
+        for d in range(cuda.threadIdx.x, width, THREADS):
+            value = x[row, first + d]
+            total = fma(value, value, total)
+        scale = rsqrt(block_sum(total, scratch) / float32(width) + eps)
+        for d in range(cuda.threadIdx.x, width, THREADS):
+            value = x[row, first + d] * scale * weight[d]
+            if bf16:
+                out[row, at + d] = narrow(value)
+            else:
+                out[row, at + d] = value
+
+    return _rms_norm_kernel
+
+
+@lru_cache(None)
+def layer_norm_kernel(bf16):
+    """The kernel that writes BF16 bits, or float32."""
+
+    @cuda.jit(**KERNEL)
+    def _layer_norm_kernel(x, first, weight, bias, eps, seats, out, at):
+        # grid (n), block THREADS
+        scratch = cuda.shared.array(32, float32)
+        row = int64(cuda.blockIdx.x)
+        if seats[row] < 0:
+            return
+        width = int32(weight.shape[0])
+        total = float32(0)
+        for d in range(cuda.threadIdx.x, width, THREADS):
+            total += x[row, first + d]
+        mean = block_sum(total, scratch) / float32(width)
+        total = float32(0)
+        for d in range(cuda.threadIdx.x, width, THREADS):
+            value = x[row, first + d] - mean
+            total = fma(value, value, total)
+        scale = rsqrt(block_sum(total, scratch) / float32(width) + eps)
+        for d in range(cuda.threadIdx.x, width, THREADS):
+            value = fma((x[row, first + d] - mean) * scale, weight[d], bias[d])
+            if bf16:
+                out[row, at + d] = narrow(value)
+            else:
+                out[row, at + d] = value
+
+    return _layer_norm_kernel
+
+
+@cuda.jit(**KERNEL)
+def _narrow_kernel(x, first, seats, out):
+    # grid (n), block THREADS
+    row = int64(cuda.blockIdx.x)
+    if seats[row] >= 0:
+        for d in range(cuda.threadIdx.x, out.shape[1], THREADS):
+            out[row, d] = narrow(x[row, first + d])
+
+
+def rms_norm_cuda(x, first, weight, eps, seats, out, at, stream):
+    """out[:, at:at + D] = RMS norm of x[:, first:first + D], D = weight.size."""
+    n, width = x.shape[0], weight.size
+    assert first + width <= x.shape[1] and at + width <= out.shape[1], (x.shape, out.shape, width)
+    assert out.shape[0] == n == seats.size, (x.shape, out.shape, seats.size)
+    if n:
+        rms_norm_kernel(out.dtype == np.uint16)[n, THREADS, stream](
+            x, first, weight, np.float32(eps), seats, out, at)
+
+
+def layer_norm_cuda(x, first, weight, bias, eps, seats, out, at, stream):
+    """out[:, at:at + D] = LayerNorm of x[:, first:first + D], D = weight.size."""
+    n, width = x.shape[0], weight.size
+    assert first + width <= x.shape[1] and at + width <= out.shape[1], (x.shape, out.shape, width)
+    assert out.shape[0] == n == seats.size and bias.size == width, (x.shape, out.shape, seats.size)
+    if n:
+        layer_norm_kernel(out.dtype == np.uint16)[n, THREADS, stream](
+            x, first, weight, bias, np.float32(eps), seats, out, at)
+
+
+def narrow_cuda(x, first, seats, out, stream):
+    """out [n, w] uint16 = BF16 of x[:, first:first + w] float32: what enters a matrix product."""
+    n = x.shape[0]
+    assert first + out.shape[1] <= x.shape[1] and out.shape[0] == n == seats.size, out.shape
+    if n:
+        _narrow_kernel[n, THREADS, stream](x, first, seats, out)

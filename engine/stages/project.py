@@ -22,6 +22,7 @@ import math
 import numpy as np
 from numba import njit
 
+from engine.device import F32, KERNEL, add_rn, cuda, fma
 from engine.host import NJIT
 from engine.linear import linear, linear_group
 
@@ -58,3 +59,41 @@ def project_host(merged, value_up, output):
     """merged [n, heads, kv_lora] -> this rank's part of the layer's output, [n, hidden]."""
     values = linear_group(merged, value_up)
     return linear(values.reshape(len(values), values.shape[1] * values.shape[2]), output)
+
+
+THREADS = 128
+
+
+@cuda.jit(**KERNEL)
+def _combine_kernel(out, lse, merged, merged_lse):
+    # grid (heads, n), 128 threads of every 128th column
+    h, i, thread = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
+    groups = out.shape[0]
+    best = F32(-math.inf)
+    for g in range(groups):
+        best = max(best, lse[g, i, h])
+    total = F32(0.0)
+    if best > F32(-math.inf):
+        for g in range(groups):
+            total = add_rn(total, math.exp(lse[g, i, h] - best))
+    for d in range(thread, out.shape[3], THREADS):
+        value = F32(0.0)
+        if best > F32(-math.inf):
+            for g in range(groups):
+                weight = math.exp(lse[g, i, h] - best)
+                if weight > F32(0.0):
+                    value = fma(weight, out[g, i, h, d], value)
+            value = value / total
+        merged[i, h, d] = value
+    if thread == 0:
+        if best > F32(-math.inf):
+            best = add_rn(best, math.log(total))
+        merged_lse[i, h] = best
+
+
+def combine(out, lse, merged, merged_lse, stream):
+    """Merge G partials a row and head, groups ascending; merged must be no part of out."""
+    groups, n, heads, width = out.shape
+    assert lse.shape == (groups, n, heads) and merged.shape == (n, heads, width)
+    if heads:
+        _combine_kernel[(heads, n), THREADS, stream](out, lse, merged, merged_lse)

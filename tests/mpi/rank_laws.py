@@ -56,12 +56,12 @@ def batches(report, ids):
         for seat, (text, n) in enumerate(zip(texts, BATCH)):
             prefill(engine, seat, text[:n])
         if name == "owner":
-            report.facts["owners"] = sorted({int(o) for o in engine.model.table.owners})
+            report.facts["owners"] = sorted({int(o) for o in engine.backend.model.table.owners})
         seats = list(range(len(BATCH)))
         for step in range(STEPS):
             positions = [n + step for n in BATCH]
             hidden = decode(engine, seats, [t[p] for t, p in zip(texts, positions)], positions)
-            rows = logits(engine.model, hidden)
+            rows = logits(engine.backend.model, hidden)
             for seat, position in zip(seats, positions):
                 same = hidden[seat].tobytes() == alone[seat].hidden[position].tobytes()
                 report.check(f"{name}, {BATCH[seat]} tokens in a batch, step {step}", same)

@@ -1,0 +1,195 @@
+"""python bench/kernels_model.py: the kernels of engine/model at the model's real dimensions.
+
+A line a kernel and number of rows: microseconds a call inside a CUDA graph, and the bytes that it
+must move over that time, as a share of what the device reaches copying 1 GiB. Calls walk through as
+many sets of weights or states as the model has layers, so that nothing is found in L2 which a
+decode step would have pushed out.
+"""
+
+import argparse
+import pathlib
+import sys
+from types import SimpleNamespace
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import engine.config  # noqa: E402
+
+engine.config.prepare_environment()
+
+import numpy as np  # noqa: E402
+from cuda.bindings import driver  # noqa: E402
+
+from engine.device import cuda, ldg128, st128  # noqa: E402
+from engine.model import dense, dots, embed, hyper, kda_cuda, moe, norm  # noqa: E402
+
+HIDDEN, STREAMS, EXPERTS, PICKS, VOCAB, HEADS, DIM, INTER = 4096, 4, 288, 8, 154880, 64, 128, 2048
+SITES, MOE_LAYERS, KDA_LAYERS = 90, 42, 34
+SHAPE = SimpleNamespace(eps=1e-5, hc_eps=1e-6, hc_iters=20)
+ROWS = (1, 2, 8, 2048)
+REPLAYS = 5
+
+
+def made(shape, dtype=np.float32):
+    """A device array of harmless numbers, filled there."""
+    array = cuda.device_array(shape, dtype)
+    flat = array.reshape(array.size)
+    value = {np.dtype(np.float32): np.float32(0.01), np.dtype(np.uint16): np.uint16(0x3C24)}
+    _fill[1024, 256](flat, value.get(array.dtype, array.dtype.type(0)))
+    return array
+
+
+@cuda.jit
+def _fill(array, value):
+    for i in range(cuda.grid(1), array.size, cuda.gridsize(1)):
+        array[i] = value
+
+
+def timed(launches):
+    """Microseconds a launch: `launches` (functions of a stream) captured once and replayed."""
+    stream = cuda.stream()
+    launches[0](stream)                     # compiles outside the capture
+    stream.synchronize()
+    handle = int(getattr(stream.handle, "value", stream.handle))
+    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    driver.cuStreamBeginCapture(handle, mode)
+    for launch in launches:
+        launch(stream)
+    error, graph = driver.cuStreamEndCapture(handle)
+    assert error == driver.CUresult.CUDA_SUCCESS, error
+    error, ready = driver.cuGraphInstantiate(graph, 0)
+    assert error == driver.CUresult.CUDA_SUCCESS, error
+    driver.cuGraphLaunch(ready, handle)
+    stream.synchronize()
+    times = []
+    for _ in range(REPLAYS):
+        start, stop = cuda.event(), cuda.event()
+        start.record(stream)
+        driver.cuGraphLaunch(ready, handle)
+        stop.record(stream)
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / len(launches))
+    return min(times)
+
+
+@cuda.jit
+def _copy_kernel(source, target):
+    # a step moves 4 x 16 bytes a thread; the grid divides the arrays
+    step = cuda.gridsize(1) * 4
+    for at in range(cuda.grid(1) * 4, source.size, 4 * step):
+        a, b = ldg128(source, at), ldg128(source, at + step)
+        c, d = ldg128(source, at + 2 * step), ldg128(source, at + 3 * step)
+        st128(target, at, a[0], a[1], a[2], a[3])
+        st128(target, at + step, b[0], b[1], b[2], b[3])
+        st128(target, at + 2 * step, c[0], c[1], c[2], c[3])
+        st128(target, at + 3 * step, d[0], d[1], d[2], d[3])
+
+
+def copy_speed():
+    """GB/s of a device copy of 1 GiB, bytes read plus bytes written: the yardstick of every bench.
+
+    The better of the driver's copy, which reached 2,770 GB/s on an H200, and of a kernel.
+    """
+    a, b = made(2 ** 28, np.uint32), made(2 ** 28, np.uint32)
+    ways = (lambda stream: b.copy_to_device(a, stream=stream),
+            lambda stream: _copy_kernel[2048, 256, stream](a, b))
+    return 2 * a.nbytes / min(timed([way] * 10) for way in ways) / 1e3
+
+
+# ---- kernels: each returns (launches, bytes a launch) ------------------------------------------
+
+def embed_rows(n):
+    table, streams = made((n, HIDDEN), np.uint16), made((n, STREAMS, HIDDEN))
+    pick, seats = cuda.to_device(np.arange(n, dtype=np.int32)), made(n, np.int32)
+    return ([lambda s: embed.embed_cuda(table, pick, seats, streams, s)] * 20,
+            table.nbytes + streams.nbytes)
+
+
+def rms_norm(n):
+    x, out, weight = made((n, HIDDEN)), made((n, HIDDEN), np.uint16), made(HIDDEN)
+    seats = made(n, np.int32)
+    return ([lambda s: norm.rms_norm_cuda(x, 0, weight, 1e-5, seats, out, 0, s)] * 20,
+            x.nbytes + out.nbytes)
+
+
+def hyper_in(n):
+    fn = [made((24, STREAMS * HIDDEN), np.uint16) for _ in range(SITES)]
+    streams, base, scale = made((n, STREAMS, HIDDEN)), made(24), made(3)
+    weight, seats = made(HIDDEN), made(n, np.int32)
+    partial = made((n, dots.parts(STREAMS * HIDDEN), 25))
+    bf16, wide = made((n, HIDDEN), np.uint16), made((n, HIDDEN))
+    post, comb = made((n, STREAMS)), made((n, STREAMS, STREAMS))
+
+    def launch(w):
+        return lambda s: hyper.hyper_in_cuda(streams, w, base, scale, SHAPE, weight, seats, partial,
+                                             bf16, wide, post, comb, s)
+    return ([launch(w) for w in fn],
+            fn[0].nbytes + 2 * streams.nbytes + bf16.nbytes + wide.nbytes)
+
+
+def hyper_out(n):
+    streams, y, seats = made((n, STREAMS, HIDDEN)), made((1, n, HIDDEN)), made(n, np.int32)
+    post, comb = made((n, STREAMS)), made((n, STREAMS, STREAMS))
+    return ([lambda s: hyper.hyper_out_cuda(streams, y, post, comb, seats, s)] * 20,
+            2 * streams.nbytes + y.nbytes)
+
+
+def route(n):
+    gates = [made((EXPERTS, HIDDEN), np.uint16) for _ in range(MOE_LAYERS)]
+    x, bias, seats = made((n, HIDDEN)), made(EXPERTS), made(n, np.int32)
+    partial = made((n, dots.parts(HIDDEN), EXPERTS))
+    chosen, weights = made((n, PICKS), np.int32), made((n, PICKS))
+
+    def launch(w):
+        return lambda s: moe.route_cuda(x, w, bias, 2.5, seats, partial, chosen, weights, s)
+    return [launch(w) for w in gates], gates[0].nbytes + x.nbytes + 2 * partial.nbytes
+
+
+def swiglu(n):
+    gate_up, out = made((n * PICKS, 2 * INTER)), made((n * PICKS, INTER), np.uint16)
+    seats = made(n, np.int32)
+    return ([lambda s: dense.swiglu_cuda(gate_up, 10.0, PICKS, seats, out, s)] * 20,
+            gate_up.nbytes + out.nbytes)
+
+
+def kda(n):
+    """prepare, recur and finish: up to 8 rows of as many seats, or a chunk of one seat."""
+    seats_held = n if n <= 8 else 1
+    wide = HEADS * DIM
+    states = [made((seats_held, HEADS, DIM, DIM)) for _ in range(KDA_LAYERS)]
+    history, taps = made((seats_held, 3, 3 * wide)), made((3 * wide, 4))
+    seats = cuda.to_device(np.arange(n, dtype=np.int32) % seats_held)
+    rows, forget, gate = made((n, 3 * wide + 2 * DIM + HEADS)), made((n, wide)), made((n, wide))
+    decay, dt_bias, o_norm = made(HEADS), made(wide), made(DIM)
+    qkv, keep, beta = made((n, 3 * wide)), made((n, wide)), made((n, HEADS))
+    o, out = made((n, wide)), made((n, wide), np.uint16)
+
+    def launch(state):
+        def run(s):
+            kda_cuda.prepare_cuda(rows, forget, taps, decay, dt_bias, -5.0, history, seats, qkv,
+                                  keep, beta, s)
+            kda_cuda.recur_cuda(rows, qkv, keep, beta, seats, state, history, o, s)
+            kda_cuda.finish_cuda(o, gate, o_norm, 1e-5, seats, out, s)
+        return run
+    moved = 2 * states[0].nbytes + rows.nbytes + 2 * qkv.nbytes + 2 * keep.nbytes + forget.nbytes
+    return [launch(state) for state in states], moved + gate.nbytes + 2 * o.nbytes + out.nbytes
+
+
+def bench(rows=ROWS):
+    """Print a line for each kernel and number of rows."""
+    copy = copy_speed()
+    print(f"device copy {copy:.0f} GB/s")
+    print("kernel       rows        us     GB/s  of copy")
+    for kernel in (embed_rows, rms_norm, hyper_in, hyper_out, route, swiglu, kda):
+        for n in rows:
+            launches, moved = kernel(n)
+            us = timed(launches)
+            speed = moved / us / 1e3
+            print(f"{kernel.__name__:10} {n:6} {us:9.1f} {speed:8.0f} {speed / copy:8.2f}",
+                  flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    bench(parser.parse_args().rows)

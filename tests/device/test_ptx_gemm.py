@@ -1,0 +1,65 @@
+# python -m pytest tests/device/test_ptx_gemm.py
+"""The matrix kernels compile to PTX for both GPUs, with the instructions they are built on.
+
+No GPU is needed. sm_90 is an H200, sm_121 a DGX Spark.
+"""
+
+import importlib.util
+
+import pytest
+from numba import types
+
+from engine import gemm, gemm_experts
+from engine.device import cuda
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("numba_cuda") is None,
+                                reason="numba-cuda is not installed")
+INT, BOOL = types.int64, types.boolean
+
+
+def flat(kind):
+    return types.Array(kind, 1, "C")
+
+
+X, F, C = flat(types.uint16), flat(types.float32), flat(types.int32)
+
+
+def kernels(w):
+    """name -> (kernel, argument types) with weights of dtype w."""
+    W = flat(w)
+    product = (X, W, F, F) + (INT,) * 6 + (BOOL,)
+    table = {f"gemv {mt} {nt} {alone}": (gemm.gemv_kernel(mt, nt, alone), product)
+             for mt, nt, alone in ((1, 1, False), (2, 2, True), (1, 4, False))}
+    return {**table, "gemm": (gemm._gemm_kernel, product),
+            "few up": (gemm_experts._few_up_kernel,
+                       (X, C, W, F, X) + (INT,) * 6 + (types.float32,)),
+            "few down": (gemm_experts._few_down_kernel, (X, C, F, W, F, F) + (INT,) * 5),
+            "many up": (gemm_experts._many_up_kernel,
+                        (X, C, C, W, F, X) + (INT,) * 5 + (types.float32,)),
+            "many down": (gemm_experts._many_down_kernel, (X, C, C, W, F, F) + (INT,) * 4)}
+
+
+def compile_ptx(kernel, signature, target):
+    return cuda.compile_ptx(kernel.py_func, signature, cc=target)[0]
+
+
+@pytest.mark.parametrize("target", [(9, 0), (12, 1)])
+@pytest.mark.parametrize("w", [types.uint16, types.uint8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("name", list(kernels(types.uint16)))
+def test_products(name, w, target):
+    text = compile_ptx(*kernels(w)[name], target)
+    assert f".target sm_{target[0]}{target[1]}" in text
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in text
+    assert "call" not in text and ".local" not in text      # all inlined, all in registers
+    tiled = "gemm" in name or "many" in name
+    assert ("cp.async.cg.shared.global" in text) == tiled
+    assert ("ld.global.nc.L1::no_allocate.L2::256B.v4.u32" in text) != tiled
+    assert ("mul.rn.bf16x2" in text) == (w == types.uint8)
+
+
+@pytest.mark.parametrize("target", [(9, 0), (12, 1)])
+def test_order_and_combine(target):
+    text = compile_ptx(gemm_experts._order_kernel, (C, C, C, INT, INT), target)
+    assert "vote.sync.ballot" in text or "vote.ballot" in text
+    text = compile_ptx(gemm_experts._combine_kernel, (F, C, F, F, INT, INT), target)
+    assert "fma.rn.f32" in text and "call" not in text

@@ -1,0 +1,67 @@
+# python -m pytest tests/device/test_ptx_stages.py
+"""Every kernel of engine/stages compiles for the H200 and for the Spark, without a GPU.
+
+The PTX must hold no double arithmetic (a constant of the wrong type would bring it in) and no
+local memory (a register array that was indexed at run time would), and each 48 KiB at most of
+static shared memory.
+"""
+
+import re
+
+import pytest
+
+pytest.importorskip("numba_cuda", reason="PTX is compiled by numba-cuda: pip install .[cuda]")
+
+from numba import boolean, float32, int32, int64, types, uint16  # noqa: E402
+
+from engine.device import cuda  # noqa: E402
+from engine.stages import attend_cuda, insert, merge, project, score_cuda  # noqa: E402
+
+
+def flat(kind, dims):
+    return types.Array(kind, dims, "C")
+
+
+F2, F3, F4 = (flat(float32, d) for d in (2, 3, 4))
+I1, I2, I3, H3 = flat(int32, 1), flat(int32, 2), flat(int32, 3), flat(uint16, 3)
+
+KERNELS = {
+    "insert": (insert._insert_kernel, (F2, F2, F2, F2, I1, I1, I2, H3, H3, F3, F3)),
+    "score": (score_cuda._score_kernel, (F3, F2, I1, I1, I2, H3, float32, int64, int64, int64,
+                                         int64, int64, F2, I2, I1)),
+    "collect": (score_cuda._collect_kernel, (I1, I1, int64, int64, int64, int64, int64, int64, F2,
+                                             I2, I2, I1)),
+    "pick": (score_cuda._pick_kernel, (I1, I1, int64, int64, int64, int64, int64, F2, I2, I2, I1,
+                                       F2, I2, I1)),
+    "merge": (merge._merge_kernel, (F3, I3, I2, I1, I1, int64, I2, I1)),
+    "arrange": (merge._arrange_kernel, (I2, I1, I1, int64, int64, int64, I2, I2)),
+    "attend": (attend_cuda._attend_kernel, (F3, I2, I2, I1, I2, H3, float32, int64, int64, int64,
+                                            boolean, F4, F3, F3)),
+    "finish": (attend_cuda._finish_kernel, (F4, F3, F3, I2, I1, boolean, F4, F3)),
+    "combine": (project._combine_kernel, (F4, F3, F3, F2)),
+}
+
+
+def ptx(name, cc):
+    kernel, signature = KERNELS[name]
+    return cuda.compile_ptx(kernel.py_func, signature, cc=cc)[0]
+
+
+@pytest.mark.parametrize("cc", [(9, 0), (12, 1)])
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles(name, cc):
+    text = ptx(name, cc)
+    body = text[text.index("{"):]
+    assert f".target sm_{cc[0]}{cc[1]}" in text
+    assert ".f64" not in body
+    assert not re.search(r"\b(ld|st)\.local", body)
+    shared = re.findall(r"\.shared .*\[(\d+)\];", text)
+    assert sum(map(int, shared)) <= 48 * 1024
+
+
+@pytest.mark.parametrize("name", ["score", "attend"])
+def test_products_run_on_tensor_cores_and_loads_are_wide(name):
+    text = ptx(name, (12, 1))
+    assert len(re.findall(r"mma\.sync", text)) == 32
+    wide = r"ld\.global\S*v4\.u32" if name == "score" else r"cp\.async\.cg\.shared\.global\S* .*16"
+    assert re.search(wide, text)
