@@ -68,11 +68,10 @@ class Attention:
 
     def load(self, rows, n):
         """Say which of n decode rows this rank attends: striped all, owner its own."""
-        attended = np.full(n, -1, np.int32)
+        attended = self.model.send("attended", (n,), np.int32)
         owners = self.pages.owners[rows.seats]
         mine = (owners < 0) | (owners == self.model.world.rank)
-        attended[:rows.count] = np.where(mine, rows.seats, -1)
-        self.model.buffers.take("attended", n, dtype=np.int32).copy_to_device(attended)
+        attended[:rows.count], attended[rows.count:] = np.where(mine, rows.seats, -1), -1
 
     def alone(self, rows):
         """Whether every row's pages all lie on this rank, as every rank knows."""
@@ -158,10 +157,11 @@ class Attention:
         # --- candidates (striped) and queries to all
         found = self._score(binding, index, weight, attended, positions,
                             world.rank if striped else ALL_GROUPS)
-        mine, queries = m.pinned("q", absorbed.shape), m.pinned("queries", (n, heads, width))
+        mine = m.buffers.pinned("q", absorbed.shape)
+        queries = m.buffers.pinned("queries", (n, heads, width))
         absorbed.copy_to_host(mine, stream=stream)
-        pairs = [(a, m.pinned(f"candidate {i}", a.shape, a.dtype),
-                  m.pinned(f"candidates {i}", (world.size, *a.shape), a.dtype))
+        pairs = [(a, m.buffers.pinned(f"candidate {i}", a.shape, a.dtype),
+                  m.buffers.pinned(f"candidates {i}", (world.size, *a.shape), a.dtype))
                  for i, a in enumerate(found)] if striped else []
         for a, here, _ in pairs:
             a.copy_to_host(here, stream=stream)
@@ -191,9 +191,9 @@ class Attention:
             combine(*groups, out, lse, stream)
 
         # --- partials back to the owners of the heads
-        sent = m.pinned("out", out.shape), m.pinned("lse", lse.shape)
-        back = (m.pinned("outs", (world.size, n, own, width)),
-                m.pinned("lses", (world.size, n, own)))
+        sent = m.buffers.pinned("out", out.shape), m.buffers.pinned("lse", lse.shape)
+        back = (m.buffers.pinned("outs", (world.size, n, own, width)),
+                m.buffers.pinned("lses", (world.size, n, own)))
         out.copy_to_host(sent[0], stream=stream)
         lse.copy_to_host(sent[1], stream=stream)
         cut(lambda: world.exchange(*(

@@ -30,14 +30,28 @@ def _check(result):
 
 
 class Buffers:
-    """Named device arrays that grow until the first capture and never move after it."""
+    """Named arrays, on the device and pinned on the host, that grow until they are `fixed`.
+
+    A name has one dtype. Content is whatever it last held, zeros at first.
+    """
 
     def __init__(self):
-        self._flat = {}
+        self._flat, self._host = {}, {}
         self.fixed = False
 
+    def pinned(self, name, shape, dtype=np.float32):
+        """The host array `name`, cut to shape."""
+        size = int(np.prod(shape, dtype=np.int64))
+        flat = self._host.get(name)
+        if flat is None or flat.size < size:
+            assert not self.fixed, f"host buffer {name} would move to grow to {shape}"
+            flat = self._host[name] = cuda.pinned_array(max(size, 1), dtype)
+            flat[:] = 0
+        assert flat.dtype == dtype, (name, flat.dtype, dtype)
+        return flat[:size].reshape(shape)
+
     def take(self, name, *shape, dtype=np.float32):
-        """The array `name`, cut to shape; its content is whatever it last held (zeros at first)."""
+        """The device array `name`, cut to shape."""
         size = int(np.prod(shape, dtype=np.int64))
         flat = self._flat.get(name)
         if flat is None or flat.size < size:

@@ -13,6 +13,7 @@ import numpy as np
 from engine.device import cuda
 from engine.device_attention import Attention
 from engine.device_graph import Buffers, Walk
+from engine.errors import FaultError
 from engine.gemm import gemm
 from engine.gemm_experts import Space, experts
 from engine.model.dense import swiglu_cuda
@@ -45,7 +46,7 @@ class DeviceModel:
         self.kda = [_zeros((seats, kda, d, d)) for _ in range(layers)]
         self.conv = [_zeros((seats, shape.conv - 1, 3 * kda * d)) for _ in range(layers)]
         self.attention = Attention(self, has, config)
-        self._walks, self._pinned = {}, {}
+        self._walks, self._outgoing = {}, {}
 
     # --- what the engine asks for ---------------------------------------------------------------
 
@@ -84,29 +85,39 @@ class DeviceModel:
             host_work()
         streams = self._layers(m, self.attention.alone(rows), cut, rows)
         if not wanted:
-            self.stream.synchronize()
-            return None
+            return self.finish()
         pick = self.buffers.take("pick", 1, dtype=np.int32)
         pick.copy_to_device(np.array([m - 1], np.int32), stream=self.stream)
         self._head(streams, pick, 1)
-        self.stream.synchronize()
         return self._logits(1, 1)
 
     # --- the walk -------------------------------------------------------------------------------
 
     def _load(self, rows, n):
-        """Copy n rows' tokens, seats and positions to the device, padded with seat -1."""
-        take, have = self.buffers.take, rows.count
-        table = self.weights.embed
-        embedded = np.zeros((n, table.shape[1]), table.dtype)
-        embedded[:have] = table[rows.tokens]
-        seats, positions = np.full(n, -1, np.int32), np.zeros(n, np.int32)
-        seats[:have], positions[:have] = rows.seats, rows.positions
-        pairs = (("embedded", embedded), ("seats", seats), ("positions", positions),
-                 ("every", np.arange(n, dtype=np.int32)))
-        for name, array in pairs:
-            take(name, *array.shape, dtype=array.dtype).copy_to_device(array)
+        """Send n rows' embeddings, seats and positions to the device, padded with seat -1."""
+        have, table = rows.count, self.weights.embed
+        embedded = self.send("embedded", (n, table.shape[1]), table.dtype)
+        seats = self.send("seats", (n,), np.int32)
+        positions = self.send("positions", (n,), np.int32)
+        every = self.send("every", (n,), np.int32)
+        embedded[:have], embedded[have:] = table[rows.tokens], 0
+        seats[:have], seats[have:] = rows.seats, -1
+        positions[:have], positions[have:] = rows.positions, 0
+        every[:] = np.arange(n)
         self.attention.load(rows, n)
+        for name in ("embedded", "seats", "positions", "every", "attended"):
+            self.sent(name)
+
+    def send(self, name, shape, dtype):
+        """The pinned host array that `sent` copies to the buffer of that name."""
+        self._outgoing[name] = self.buffers.pinned(name, shape, dtype)
+        return self._outgoing[name]
+
+    def sent(self, name):
+        """Start the copy of what was filled in since `send`."""
+        host = self._outgoing[name]
+        device = self.buffers.take(name, *host.shape, dtype=host.dtype)
+        device.copy_to_device(host, stream=self.stream)
 
     def _decode(self, n, alone, cut):
         streams = self._layers(n, alone, cut)
@@ -149,18 +160,11 @@ class DeviceModel:
         if world.size == 1:
             return y.reshape(1, *y.shape)
         whole = self.buffers.take("everyone's y", world.size, *y.shape)
-        mine, everyones = self.pinned("y", y.shape), self.pinned("ys", whole.shape)
+        mine, everyones = self.buffers.pinned("y", y.shape), self.buffers.pinned("ys", whole.shape)
         y.copy_to_host(mine, stream=self.stream)
         cut(lambda: world.gather(mine, list(everyones)))
         whole.copy_to_device(everyones, stream=self.stream)
         return whole
-
-    def pinned(self, name, shape, dtype=np.float32):
-        """A pinned host array, made once for each name and shape."""
-        key = name, shape
-        if key not in self._pinned:
-            self._pinned[key] = cuda.pinned_array(shape, dtype)
-        return self._pinned[key]
 
     def _kda(self, w, index, x, seats, y):
         s, take, stream, n = self.shape, self.buffers.take, self.stream, len(x)
@@ -226,16 +230,28 @@ class DeviceModel:
         gemm(x, head.w, take("logits", n, head.w.shape[0]), stream, head.scales)
 
     def _logits(self, n, bucket):
-        """Everyone's logits, gathered on rank 0: [n, vocab]."""
+        """Everyone's logits, gathered on rank 0: [n, vocab]. FaultError where a score was NaN."""
         world, rows = self.world, self.weights.head.w.shape[0]
-        mine = self.buffers.take("logits", bucket, rows).copy_to_host()[:n]
-        sent = [np.ascontiguousarray(mine)] + [None] * (world.size - 1)
+        mine = self.buffers.pinned("logits", (bucket, rows))
+        self.buffers.take("logits", bucket, rows).copy_to_host(mine, stream=self.stream)
+        self.finish()
+        sent = [mine[:n]] + [None] * (world.size - 1)
         if world.rank:
             world.exchange((sent, [None] * world.size))
             return None
         found = [np.empty((n, stop - start), np.float32) for start, stop in self.vocab]
         world.exchange((sent, found))
-        return np.concatenate(found, axis=1)
+        return found[0] if world.size == 1 else np.concatenate(found, axis=1)
+
+    def finish(self):
+        """Wait for the stream; FaultError where stage 2 met a score that is no number."""
+        faults = self.buffers.pinned("faults", (1,), np.int32)
+        self.attention.faults.copy_to_host(faults, stream=self.stream)
+        self.stream.synchronize()
+        if faults[0]:
+            raise FaultError(f"{faults[0]} scores of the sparse attention are not numbers",
+                             "The checkpoint may be damaged; if it is not, please report this.",
+                             rank=self.world.rank)
 
 
 def _zeros(shape, dtype=np.float32):
