@@ -25,8 +25,10 @@ from engine.memory import token_bytes  # noqa: E402
 from engine.random_weights import release_shape  # noqa: E402
 from engine.shape import SCALE_BLOCK, part  # noqa: E402
 
-# Shares of the device's copy speed, by what a kernel reads; defaults of the options.
-RATIOS = {"gemv": 0.75, "attend": 0.5, "score": 0.6, "state": 0.75}
+# Shares of the device's copy speed, by what a kernel reads; defaults of the options. Measured on an
+# H200 (bench/RESULTS.md, 2026-12-01): matrices weighed by their bytes in a token; attend and states
+# with 8 rows, where latency rules less; score at 1M tokens, one row.
+RATIOS = {"gemv": 0.75, "attend": 0.09, "score": 0.37, "state": 0.44}
 PEAK = 273.0                # GB/s of GB10's LPDDR5X
 COPY = (208.0, 220.0)       # GB/s that others have reached there
 LINK = 12.0                 # GB/s of one of the two PCIe x4 halves of the 200 Gb/s port
