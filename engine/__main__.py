@@ -208,6 +208,8 @@ def _started_as(engine):
     else:
         kv = f"split, {config.placement}" if config.split else "copied to each"
     where = "the CPU (backend host)" if config.backend == "host" else "CUDA (backend cuda)"
+    if config.backend == "cuda" and ranks > 1:
+        where += f", transport {engine.backend.device.transport.name}"
     return (f"{ranks} rank{'s' * (ranks > 1)} on {where}, KV {config.kv_dtype} {kv}, "
             f"context {config.context:,} tokens, {config.parallel} at a time")
 

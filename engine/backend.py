@@ -32,6 +32,9 @@ def choose(config):
             raise PlanError(f"--kv-dtype {config.kv_dtype} is for the host backend",
                             "--backend host, or --kv-dtype bf16")
         device = False
+    if not device and config.transport != "auto":
+        raise PlanError(f"--transport {config.transport} moves device arrays; the backend is host",
+                        "leave --transport out, or run where a CUDA device answers")
     return config.replaced(backend="cuda" if device else "host")
 
 

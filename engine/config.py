@@ -58,6 +58,7 @@ class Config:
     poison: bool = False
     shuffle_pages: bool = False
     backend: str = "auto"           # "auto" | "host" | "cuda"
+    transport: str = "auto"         # "auto" | "pinned" | "device": between ranks on cuda
 
     def replaced(self, **values):
         """A copy with some values changed."""
@@ -122,6 +123,8 @@ def _parser():
     g.add_argument("--kv-dtype", metavar="bf16|float32", help="type of the KV (default bf16)")
     g.add_argument("--chunk", metavar="N", help="prompt tokens a prefill chunk (default 2048)")
     g.add_argument("--backend", metavar="auto|host|cuda", help="where it computes (default auto)")
+    g.add_argument("--transport", metavar="auto|pinned|device", help="how device arrays cross the "
+                   "ranks (cuda; default auto: the faster)")
     g = p.add_argument_group("checks")
     g.add_argument("--poison", action="store_true", help="fill fresh pages with NaN")
     g.add_argument("--shuffle-pages", action="store_true", help="hand pages out in mixed order")
@@ -193,7 +196,7 @@ def _checked(given):
               if value is not None and name in known}
     choices = {"effort": ("low", "high", "max"), "kv_dtype": ("bf16", "float32"),
                "placement": ("striped", "owner"), "split": ("on", "off"),
-               "backend": ("auto", "host", "cuda")}
+               "backend": ("auto", "host", "cuda"), "transport": ("auto", "pinned", "device")}
     counts = {"max_tokens": 1, "pages": 1, "context": 2, "parallel": 1, "chunk": 1,
               "replicate": 0, "page_rows": 1, "seed": 0}
     for name in values:

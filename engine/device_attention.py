@@ -23,6 +23,7 @@ from engine.stages.insert import insert
 from engine.stages.merge import arrange, merge
 from engine.stages.project import combine
 from engine.stages.score_cuda import BINS, NEAR, score
+from engine.transport import copy_heads
 
 INDEX_NORM_EPS = 1e-6
 ALL_GROUPS = -1
@@ -157,27 +158,18 @@ class Attention:
         # --- candidates (striped) and queries to all
         found = self._score(binding, index, weight, attended, positions,
                             world.rank if striped else ALL_GROUPS)
-        mine = m.buffers.pinned("q", absorbed.shape)
-        queries = m.buffers.pinned("queries", (n, heads, width))
-        absorbed.copy_to_host(mine, stream=stream)
-        pairs = [(a, m.buffers.pinned(f"candidate {i}", a.shape, a.dtype),
-                  m.buffers.pinned(f"candidates {i}", (world.size, *a.shape), a.dtype))
-                 for i, a in enumerate(found)] if striped else []
-        for a, here, _ in pairs:
-            a.copy_to_host(here, stream=stream)
-
-        def send_queries():
-            parts = [np.empty((n, b - a, width), np.float32) for a, b in self.heads]
-            world.exchange(([mine] * world.size, parts),
-                           *(([here] * world.size, list(all_)) for _, here, all_ in pairs))
-            np.concatenate(parts, axis=1, out=queries)
-        cut(send_queries)
-        query = take("all queries", n, heads, width)
-        query.copy_to_device(queries, stream=stream)
+        theirs = [take(f"queries of {r}", n, b - a, width) for r, (a, b) in enumerate(self.heads)]
+        pairs = [([absorbed] * world.size, theirs)]
         lists = [a.reshape(1, *a.shape) for a in found]
-        for i, (a, _, everyones) in enumerate(pairs):
-            lists[i] = take(f"all candidates {i}", world.size, *a.shape, dtype=a.dtype)
-            lists[i].copy_to_device(everyones, stream=stream)
+        if striped:
+            lists = [take(f"all candidates {i}", world.size, *a.shape, dtype=a.dtype)
+                     for i, a in enumerate(found)]
+            pairs += [([a] * world.size, [b[r] for r in range(world.size)])
+                      for a, b in zip(found, lists)]
+        m.transport.exchange(m.buffers, "queries", pairs, cut)
+        query = take("all queries", n, heads, width)
+        for part, (a, b) in zip(theirs, self.heads):
+            copy_heads(part, 0, query, a, b - a, stream)
 
         # --- partials of all heads over the rows held here
         lists, lengths = self._lists(*lists, attended, positions)
@@ -191,19 +183,18 @@ class Attention:
             combine(*groups, out, lse, stream)
 
         # --- partials back to the owners of the heads
-        sent = m.buffers.pinned("out", out.shape), m.buffers.pinned("lse", lse.shape)
-        back = (m.buffers.pinned("outs", (world.size, n, own, width)),
-                m.buffers.pinned("lses", (world.size, n, own)))
-        out.copy_to_host(sent[0], stream=stream)
-        lse.copy_to_host(sent[1], stream=stream)
-        cut(lambda: world.exchange(*(
-            ([np.ascontiguousarray(array[:, a:b]) for a, b in self.heads], list(to))
-            for array, to in zip(sent, back))))
+        lse = lse.reshape(n, heads, 1)
+        sent = [[take(f"{name} for {r}", n, b - a, wide) for r, (a, b) in enumerate(self.heads)]
+                for name, wide in (("partials", width), ("lse", 1))]
+        for whole, parts in zip((out, lse), sent):
+            for part, (a, b) in zip(parts, self.heads):
+                copy_heads(whole, a, part, 0, b - a, stream)
+        back = take("outs", world.size, n, own, width), take("lses", world.size, n, own, 1)
+        m.transport.exchange(m.buffers, "partials", [
+            (parts, [to[r] for r in range(world.size)]) for parts, to in zip(sent, back)], cut)
         if own:
-            parts = take("outs", *back[0].shape), take("lses", *back[1].shape)
-            for part, array in zip(parts, back):
-                part.copy_to_device(array, stream=stream)
-            combine(*parts, merged, take("merged lse", n, own), stream)
+            combine(back[0], back[1].reshape(world.size, n, own), merged,
+                    take("merged lse", n, own), stream)
 
     def _attend_history(self, binding, index, weight, absorbed, rows, merged):
         """Stages 2 to 4 of a prompt chunk whose history lies on several ranks (see prefill.py)."""

@@ -23,6 +23,7 @@ from engine.model.hyper import hyper_end_cuda, hyper_in_cuda, hyper_out_cuda
 from engine.model.kda_cuda import finish_cuda, prepare_cuda, recur_cuda
 from engine.model.moe import route_cuda
 from engine.model.norm import narrow_cuda, rms_norm_cuda
+from engine.transport import choose
 
 BUCKETS = (1, 2, 4, 8, 16, 32)      # rows of a captured decode step
 
@@ -46,6 +47,7 @@ class DeviceModel:
         self.kda = [_zeros((seats, kda, d, d)) for _ in range(layers)]
         self.conv = [_zeros((seats, shape.conv - 1, 3 * kda * d)) for _ in range(layers)]
         self.attention = Attention(self, has, config)
+        self.transport = choose(config.transport, world, self.stream, Buffers())
         self._walks, self._outgoing = {}, {}
 
     # --- what the engine asks for ---------------------------------------------------------------
@@ -160,10 +162,8 @@ class DeviceModel:
         if world.size == 1:
             return y.reshape(1, *y.shape)
         whole = self.buffers.take("everyone's y", world.size, *y.shape)
-        mine, everyones = self.buffers.pinned("y", y.shape), self.buffers.pinned("ys", whole.shape)
-        y.copy_to_host(mine, stream=self.stream)
-        cut(lambda: world.gather(mine, list(everyones)))
-        whole.copy_to_device(everyones, stream=self.stream)
+        pair = [y] * world.size, [whole[r] for r in range(world.size)]
+        self.transport.exchange(self.buffers, "y", [pair], cut)
         return whole
 
     def _kda(self, w, index, x, seats, y):

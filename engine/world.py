@@ -53,6 +53,17 @@ class World:
         sys.stderr.flush()
         self._comm.Abort(code)
 
+    def cuda_aware(self):
+        """Whether every rank's MPI takes device arrays. One that does not crashes on them."""
+        answer = 0
+        for library in (None, "libmpi.so", "libmpi.so.40"):
+            try:
+                answer = ctypes.CDLL(library).MPIX_Query_cuda_support()
+                break
+            except (OSError, AttributeError):       # no such library; an MPI that cannot be asked
+                continue
+        return bool(self.gather(np.array([answer], np.int32)).min())
+
     def _wait(self, requests):
         started = time.perf_counter()
         while not MPI.Request.Testall(requests):
@@ -63,8 +74,9 @@ class World:
     def exchange(self, *pairs):
         """For each (outgoing, incoming) pair: send outgoing[j] to rank j, fill incoming[i] from i.
 
-        Contiguous arrays; None or empty = nothing between these two. Both sides know the sizes from
-        the plan. A rank's own part is copied. All pairs travel at once and cost one wait.
+        Contiguous arrays, on the device only where `cuda_aware`; None or empty = nothing between
+        these two. Both sides know the sizes from the plan. A rank's own part is copied. All pairs
+        travel at once and cost one wait.
         """
         requests = []
         for _, incoming in pairs:
@@ -77,7 +89,7 @@ class World:
                     requests.append(self._comm.Isend([array, array.nbytes, MPI.BYTE], j))
             mine = incoming[self.rank]
             if mine is not None and mine.size and mine is not outgoing[self.rank]:
-                np.copyto(mine, outgoing[self.rank])
+                _copy(mine, outgoing[self.rank])
         if requests:
             self._wait(requests)
 
@@ -142,6 +154,14 @@ class World:
         name, message, hint = json.loads(everyone[failed[0]].tobytes().rstrip(b"\0"))
         kind = getattr(errors, name, errors.FaultError)
         return failed[0], kind(message, hint, rank=failed[0] if len(failed) < self.size else None)
+
+
+def _copy(target, source):
+    """Copy between two host arrays or two device arrays."""
+    if isinstance(target, np.ndarray):
+        np.copyto(target, source)
+    else:
+        target.copy_to_device(source)
 
 
 def _sum_in_order(parts, out):

@@ -1,7 +1,9 @@
 """mpirun -np W python tests/device/rank_walk.py: replies of W ranks that share a device, by layout.
 
-Rank 0 prints one JSON line: for each layout the cases whose reply is not the expected one, and a
-digest of all logits on the way.
+The layouts are tried under the transport that `auto` takes; striped under each that this MPI can.
+
+Rank 0 prints one JSON line: for each layout the cases whose reply is not the expected one, a digest
+of all logits on the way, seconds and the transport.
 """
 
 import hashlib
@@ -24,7 +26,8 @@ from engine.world import World  # noqa: E402
 
 LAYOUTS = {"striped": (), "owner": ("--placement", "owner"), "off": ("--split", "off"),
            "chunks of 300, poison": ("--chunk", 300, "--poison", "--shuffle-pages"),
-           "R = 1024": ("--replicate", 1024)}
+           "R = 1024": ("--replicate", 1024), "pinned": ("--transport", "pinned"),
+           "device": ("--transport", "device")}
 CASES = ("capital", "count", "recall_turns", "tool_call", "long_3000", "long_6000")
 
 
@@ -37,13 +40,16 @@ def main():
     config = parse(["--backend", "cuda"])
     weights = load(config, checkpoint, shape, world)
     found = {}
+    aware = world.cuda_aware()
     for name, options in LAYOUTS.items():
+        if name == "device" and not aware:
+            continue
         argv = [str(a) for a in ("--backend", "cuda", "--context", 8192, *options)]
         engine = Engine(fit(parse(argv), shape), world, shape, weights)
         if world.rank:
             engine.follow()
         else:
-            found[name] = replies(engine, cases)
+            found[name] = [*replies(engine, cases), engine.backend.device.transport.name]
     if world.rank == 0:
         print(json.dumps(found), flush=True)
 

@@ -15,6 +15,7 @@ pytest.importorskip("numba_cuda", reason="PTX is compiled by numba-cuda: pip ins
 from numba import boolean, float32, int32, int64, types, uint16  # noqa: E402
 
 from engine.device import cuda  # noqa: E402
+from engine import transport  # noqa: E402
 from engine.stages import attend_cuda, insert, merge, project, score_cuda  # noqa: E402
 
 
@@ -39,6 +40,7 @@ KERNELS = {
                                             boolean, F4, F3, F3)),
     "finish": (attend_cuda._finish_kernel, (F4, F3, F3, I2, I1, boolean, F4, F3)),
     "combine": (project._combine_kernel, (F4, F3, F3, F2)),
+    "copy heads": (transport._copy_heads_kernel, (F3, int64, F3, int64)),
 }
 
 

@@ -19,6 +19,6 @@ def test_layouts_agree_to_the_bit(world):
     done = run_mpi(world, SCRIPT, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    print({name: seconds for name, (_, _, seconds) in found.items()})
-    assert {name: wrong for name, (wrong, _, _) in found.items() if wrong} == {}
-    assert len({digest for _, digest, _ in found.values()}) == 1, found
+    print({name: (seconds, transport) for name, (_, _, seconds, transport) in found.items()})
+    assert {name: wrong for name, (wrong, *_) in found.items() if wrong} == {}
+    assert len({digest for _, digest, *_ in found.values()}) == 1, found
