@@ -258,15 +258,6 @@ def warp_sum(value):
 
 
 @cuda.jit(**INLINE)
-def warp_max(value):
-    """Largest of the 32 lanes (a NaN is passed over), on each."""
-    top = value
-    for step in (16, 8, 4, 2, 1):
-        top = max(top, cuda.shfl_xor_sync(FULL, top, step))
-    return top
-
-
-@cuda.jit(**INLINE)
 def block_sum(value, scratch):
     """Sum over a 1-D block of whole warps, on each thread: warp_sum, then warps ascending.
 
@@ -281,20 +272,6 @@ def block_sum(value, scratch):
         total = add_rn(total, scratch[warp])
     cuda.syncthreads()
     return total
-
-
-@cuda.jit(**INLINE)
-def block_max(value, scratch):
-    """Largest over a 1-D block of whole warps, on each thread; scratch as in block_sum."""
-    top = warp_max(value)
-    if cuda.threadIdx.x & 31 == 0:
-        scratch[cuda.threadIdx.x >> 5] = top
-    cuda.syncthreads()
-    top = scratch[0]
-    for warp in range(1, cuda.blockDim.x >> 5):
-        top = max(top, scratch[warp])
-    cuda.syncthreads()
-    return top
 
 
 # ---- shared memory by address, asynchronous copies ---------------------------------------------

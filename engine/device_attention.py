@@ -3,9 +3,8 @@ them.
 
 The launches follow dsa.py and step.py: a row whose pages all lie here is attended here for the
 own heads; for the others, candidates and absorbed queries go to all ranks and partials come back,
-through pinned host memory between graphs. A prompt chunk fetches history by tiles, as prefill.py
-does. Rows that this rank does not attend have seat -1 in `attended`, which every kernel passes
-over.
+between two graphs (transport). A prompt chunk fetches history by tiles, as prefill.py does. Rows
+that this rank does not attend have seat -1 in `attended`, which every kernel passes over.
 """
 
 from types import SimpleNamespace
@@ -132,6 +131,7 @@ class Attention:
             gemm(low, w.q_up.w, query, stream, w.q_up.scales)
             narrow_cuda(query, 0, seats, bits, stream)
             gemm(bits.reshape(n, h, s.qk_nope), w.key_up.w, absorbed, stream, w.key_up.scales)
+        # without index_heads^-0.5: a positive factor of all scores orders nothing
         return index.reshape(n, s.index_heads, d), index_in[:, 2 * d:], absorbed
 
     def _attend_here(self, binding, index, weight, absorbed, seats, positions, merged):

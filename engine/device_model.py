@@ -4,8 +4,8 @@ layers.
 The walk is the one of forward.py and dsa.py, with device arrays and BF16 activations: decode
 steps are captured into graphs by batch bucket (device_graph), prompt chunks are launched
 directly. Rows past the real ones have seat -1 and are skipped by every kernel. A layer's parts
-are exchanged through pinned host memory between graphs and added up in rank order by the kernel
-that takes them in.
+cross the ranks between two graphs (transport) and are added up in rank order by the kernel that
+takes them in.
 """
 
 import numpy as np

@@ -34,15 +34,6 @@ def stripe(logical_page, classes):
     return logical_page % classes
 
 
-def group_of(logical_page, world):
-    """The group in which attention sums a logical page, k % W.
-
-    It depends on neither the placement nor the replicated pages, so every placement adds the same
-    partials in the same order and gives the same bits.
-    """
-    return logical_page % world
-
-
 def needed(placement, pages, replicated_pages, classes, owner=0):
     """How many split pages of each class a conversation of `pages` logical pages takes.
 

@@ -10,7 +10,6 @@ from engine.pool import owner
 def test_a_page_id_by_hand():
     assert [owner.page_class(i, 3) for i in range(7)] == [0, 1, 2, 0, 1, 2, 0]
     assert [owner.local_index(i, 3) for i in range(7)] == [0, 0, 0, 1, 1, 1, 2]
-    assert [owner.group_of(k, 3) for k in range(5)] == [0, 1, 2, 0, 1]
     assert [owner.stripe(k, 3) for k in range(5)] == [0, 1, 2, 0, 1]
     assert [owner.stripe(k, 1) for k in range(5)] == [0] * 5
 
