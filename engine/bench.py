@@ -11,11 +11,14 @@ import time
 
 import numpy as np
 
+from engine.backend import choose, load
 from engine.engine import Engine
+from engine.errors import PlanError
 from engine.plan import plan_of
+from engine.random_weights import LAYERS, random_device_weights, release_shape
 from engine.sample import Sampling
 from engine.shape import part
-from engine.weights import load_weights, open_model
+from engine.weights import open_model
 
 DEPTHS = (0, 1024, 4096)
 PROMPT = 512        # tokens of pp, and of a prefill chunk
@@ -25,11 +28,17 @@ HEADER = "| model | ranks | KV | test | t/s |\n|---|---|---|---|---|"
 
 
 def main(config, world):
-    """Measure config's model with the KV split and not, on all ranks; rank 0 prints."""
-    shape, checkpoint = open_model(config.model)
-    python = _resident()
-    name = config.model.rstrip("/").rsplit("/", 1)[-1]
-    weights = load_weights(checkpoint, shape, part(shape, world.rank, world.size))
+    """Measure config's model with the KV split and not, on all ranks; rank 0 prints.
+
+    --layers N measures N layers of the release's dimensions with random weights instead.
+    """
+    config, checkpoint, python = choose(config), None, _resident()
+    if config.layers:
+        name, shape, weights = _random(config, world)
+    else:
+        name = config.model.rstrip("/").rsplit("/", 1)[-1]
+        shape, checkpoint = open_model(config.model)
+        weights = load(config, checkpoint, shape, world)
     _say(world, HEADER)
     for split in (True, False) if world.size > 1 else (False,):
         asked = config.replaced(split=split, parallel=1, chunk=PROMPT,
@@ -45,7 +54,19 @@ def main(config, world):
                               f"{statistics.mean(speeds):.1f} ± {statistics.stdev(speeds):.1f} |",
                               flush=True)
             engine.stop()
-        _memory(asked, world, plan_of(asked, shape, checkpoint, world.size), python)
+        if checkpoint and config.backend == "host":
+            _memory(asked, world, plan_of(asked, shape, checkpoint, world.size), python)
+
+
+def _random(config, world):
+    """(name, Shape, Weights) of config.layers layers of real dimensions. PlanError off CUDA."""
+    if config.backend != "cuda":
+        raise PlanError(f"--layers {config.layers}: a model of real dimensions needs a CUDA device",
+                        "leave --layers out to measure the embedded model")
+    layers = min(config.layers, LAYERS)
+    shape = release_shape(layers)
+    own = part(shape, world.rank, world.size)
+    return f"{layers} layers", shape, random_device_weights(shape, own, layers, 0)
 
 
 def _kv(config, world):

@@ -59,6 +59,7 @@ class Config:
     shuffle_pages: bool = False
     backend: str = "auto"           # "auto" | "host" | "cuda"
     transport: str = "auto"         # "auto" | "pinned" | "device": between ranks on cuda
+    layers: int | None = None       # bench a random model of that many real layers
 
     def replaced(self, **values):
         """A copy with some values changed."""
@@ -125,6 +126,8 @@ def _parser():
     g.add_argument("--backend", metavar="auto|host|cuda", help="where it computes (default auto)")
     g.add_argument("--transport", metavar="auto|pinned|device", help="how device arrays cross the "
                    "ranks (cuda; default auto: the faster)")
+    g.add_argument("--layers", metavar="N", help="bench: N layers of GLM-5.3-Flash with random "
+                   "weights, no files (cuda)")
     g = p.add_argument_group("checks")
     g.add_argument("--poison", action="store_true", help="fill fresh pages with NaN")
     g.add_argument("--shuffle-pages", action="store_true", help="hand pages out in mixed order")
@@ -198,7 +201,7 @@ def _checked(given):
                "placement": ("striped", "owner"), "split": ("on", "off"),
                "backend": ("auto", "host", "cuda"), "transport": ("auto", "pinned", "device")}
     counts = {"max_tokens": 1, "pages": 1, "context": 2, "parallel": 1, "chunk": 1,
-              "replicate": 0, "page_rows": 1, "seed": 0}
+              "replicate": 0, "page_rows": 1, "seed": 0, "layers": 1}
     for name in values:
         option = "--" + name.replace("_", "-")
         if name in choices:
@@ -271,6 +274,9 @@ def _refuse_contradictions(c):
                          "leave them out, or give --prompt")
     if c.command and c.one_reply:
         raise UsageError(f"{c.command} takes no prompt", f"python -m engine {c.command}")
+    if c.layers and c.command != "bench":
+        raise UsageError("--layers makes a random model, which is for bench only",
+                         f"python -m engine bench --layers {c.layers}")
     if c.page_rows not in PAGE_ROWS:
         raise UsageError(f"--page-rows {c.page_rows}: not one of "
                          f"{', '.join(map(str, PAGE_ROWS))}", "--page-rows 64")
