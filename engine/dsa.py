@@ -86,9 +86,9 @@ def merged_lists(model, candidates, positions):
     return lists, lengths
 
 
-def own_lists(model, binding, queries, rows):
-    """Stages 2 and 3 where this rank holds every page."""
-    alone = best_pools(model, binding, queries, rows, ALL_GROUPS)
+def own_lists(model, binding, queries, rows, keys=None, table=None):
+    """Stages 2 and 3 where this rank holds every page, or was given all `keys` and their table."""
+    alone = best_pools(model, binding, queries, rows, ALL_GROUPS, keys, table)
     return merged_lists(model, Candidates(*(a[None] for a in alone)), rows.positions)
 
 

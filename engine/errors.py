@@ -69,7 +69,7 @@ class WorldError(EngineError):
 
 
 class ResidueMismatch(WorldError):
-    """Two ranks hold different state where the algorithm says it is the same."""
+    """A rank received a page id whose residue, id mod ranks, is not the class it must be of."""
 
 
 class FaultError(EngineError):

@@ -11,7 +11,7 @@ holds more than its pages.
 import numpy as np
 
 from engine.dsa import (ALL_GROUPS, Candidates, Partials, attend_alone, best_pools, combine, insert,
-                        merged_lists)
+                        merged_lists, own_lists)
 from engine.memory import FLOAT, KV_ITEM
 from engine.stages.attend import TILE
 from engine.stages.project import project_host
@@ -41,8 +41,7 @@ def _lists(model, binding, queries, rows):
         gathered = fetch_pages(model, keys, int(rows.seats[0]), pages)
         table = np.zeros((len(model.table.table), len(pages)), np.int32)
         table[rows.seats[0]] = pages
-        found = best_pools(model, binding, queries, rows, ALL_GROUPS, gathered, table)
-        return merged_lists(model, Candidates(*(a[None] for a in found)), rows.positions)
+        return own_lists(model, binding, queries, rows, gathered, table)
     if owner < 0:
         found = best_pools(model, binding, queries, rows, world.rank)
     elif owner == world.rank:

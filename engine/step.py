@@ -9,8 +9,8 @@ row. Owner: the owner alone attends, over all groups, and merges before it answe
 
 import numpy as np
 
-from engine.dsa import (ALL_GROUPS, Candidates, Queries, attend_alone, attend_pages, best_pools,
-                        combine, insert, merged_lists)
+from engine.dsa import (Candidates, Queries, attend_alone, attend_pages, best_pools, combine,
+                        insert, merged_lists, own_lists)
 from engine.forward import Rows
 from engine.pool.table import EVERY_RANK
 from engine.stages.project import project_host
@@ -76,8 +76,7 @@ def _attend_shared(model, binding, queries, rows, holders):
     owned = mine[~is_striped]
     if owned.size:
         own = _take(rows, owned)
-        found = best_pools(model, binding, Queries(*(a[owned] for a in queries)), own, ALL_GROUPS)
-        lists = merged_lists(model, Candidates(*(a[None] for a in found)), own.positions)
+        lists = own_lists(model, binding, Queries(*(a[owned] for a in queries)), own)
         part = attend_pages(model, binding, query[~is_striped], *lists, own, 0, world.size)
         out[~is_striped], lse[~is_striped] = combine(*part)
 
