@@ -1,7 +1,7 @@
 """Matrix kernels on the device: GB/s of weights against the device's own copy speed.
 
     python bench/kernels_gemm.py            # dimensions of GLM-5.3-Flash, rows 1, 2, 8
-    python bench/kernels_gemm.py --forms    # every form of the GEMV beside the one gemm() picks
+    python bench/kernels_gemm.py --forms    # forms of the few-row kernels beside gemm()'s choice
     python bench/kernels_gemm.py --rows 2048
 
 Weights rotate through copies larger than any L2; launches are captured in a CUDA graph, so that
@@ -24,8 +24,9 @@ from cuda.bindings import driver  # noqa: E402
 from kernels_model import copy_speed  # noqa: E402
 
 from engine import gemm as products  # noqa: E402
-from engine import gemm_experts  # noqa: E402
+from engine import gemm_experts, gemm_few, gemm_ring  # noqa: E402
 from engine.device import cuda  # noqa: E402
+from engine.gemm_parts import THREADS  # noqa: E402
 
 SPREAD = 400 << 20              # bytes of weights that launches rotate through
 SIZES = [(4096, 4096, 1), (8192, 4096, 1), (16384, 4096, 1), (154880, 4096, 1), (4096, 8192, 1),
@@ -92,11 +93,14 @@ def bench_gemm(rows, forms, stream, copy):
                     continue
                 flat = products.flat
                 scale, shift, blocks = products.check(x, held[0], scales, G, N, K)
-                for mt, alone in ((1, False), (2, False), (1, True), (2, True)):
-                    kernel = products.gemv_kernel(mt, 1, alone)
-                    grid = (-(-N // (16 * mt * (8 if alone else 1))), G)
-                    report(f"mt {mt} {'alone' if alone else 'shared'}", lambda i, s: kernel[
-                        grid, products.THREADS, s](
+                table = [(gemm_few.gemv_kernel, (2, 2)), (gemm_few.gemv_kernel, (2, 4)),
+                         (gemm_few.gemv_kernel, (4, 2)), (gemm_ring.ring_kernel, (1, 1, 2, False))]
+                if K <= 512:
+                    table.append((gemm_ring.ring_kernel, (1, 1, 2, True)))
+                for make, form in table:
+                    kernel = make(*form)
+                    grid = (-(-N // (8 * form[0] * (8 if form[-1] is True else 1))), G)
+                    report(f"{make.__name__[:4]} {form}", lambda i, s: kernel[grid, THREADS, s](
                         flat(x), flat(held[i % count]), flat(y) if scale is None else scale,
                         flat(y), n, N, K, G, shift, blocks, False))
 

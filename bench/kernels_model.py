@@ -21,9 +21,11 @@ import numpy as np  # noqa: E402
 from cuda.bindings import driver  # noqa: E402
 
 from engine.device import cuda, ldg128, st128  # noqa: E402
-from engine.model import dense, dots, embed, hyper, kda_cuda, moe, norm  # noqa: E402
+from engine.gemm import gemm  # noqa: E402
+from engine.model import dense, embed, hyper_cuda, kda_cuda, mix_cuda, moe, norm  # noqa: E402
 
 HIDDEN, STREAMS, EXPERTS, PICKS, VOCAB, HEADS, DIM, INTER = 4096, 4, 288, 8, 154880, 64, 128, 2048
+Q_LORA, KV_LORA = 1536, 512
 SITES, MOE_LAYERS, KDA_LAYERS = 90, 42, 34
 SHAPE = SimpleNamespace(eps=1e-5, hc_eps=1e-6, hc_iters=20)
 ROWS = (1, 2, 8, 2048)
@@ -106,43 +108,56 @@ def embed_rows(n):
 
 
 def rms_norm(n):
-    x, out, weight = made((n, HIDDEN)), made((n, HIDDEN), np.uint16), made(HIDDEN)
+    """Of a query's low-rank part, as a DSA layer has it."""
+    x, out, weight = made((n, Q_LORA + KV_LORA)), made((n, Q_LORA), np.uint16), made(Q_LORA)
     seats = made(n, np.int32)
     return ([lambda s: norm.rms_norm_cuda(x, 0, weight, 1e-5, seats, out, 0, s)] * 20,
-            x.nbytes + out.nbytes)
+            4 * n * Q_LORA + out.nbytes)
+
+
+class Site:
+    """What the two halves of a site work on."""
+
+    def __init__(self, n):
+        self.fn = [made((hyper_cuda.OUTPUTS, STREAMS * HIDDEN), np.uint16) for _ in range(SITES)]
+        self.streams, self.y = made((n, STREAMS, HIDDEN)), made((1, n, HIDDEN))
+        self.seats, self.sums = made(n, np.int32), made((n, hyper_cuda.parts(HIDDEN),
+                                                         hyper_cuda.SUMS))
+        self.post, self.comb = made((n, STREAMS)), made((n, STREAMS, STREAMS))
 
 
 def hyper_in(n):
-    fn = [made((24, STREAMS * HIDDEN), np.uint16) for _ in range(SITES)]
-    streams, base, scale = made((n, STREAMS, HIDDEN)), made(24), made(3)
-    weight, seats = made(HIDDEN), made(n, np.int32)
-    partial = made((n, dots.parts(STREAMS * HIDDEN), 25))
-    bf16, wide = made((n, HIDDEN), np.uint16), made((n, HIDDEN))
-    post, comb = made((n, STREAMS)), made((n, STREAMS, STREAMS))
-
-    def launch(w):
-        return lambda s: hyper.hyper_in_cuda(streams, w, base, scale, SHAPE, weight, seats, partial,
-                                             bf16, wide, post, comb, s)
-    return ([launch(w) for w in fn],
-            fn[0].nbytes + 2 * streams.nbytes + bf16.nbytes + wide.nbytes)
+    site, base, scale, weight = Site(n), made(hyper_cuda.OUTPUTS), made(3), made(HIDDEN)
+    x = made((1, n, HIDDEN), np.uint16)
+    return ([lambda s: mix_cuda.hyper_in_cuda(site.streams, site.sums, base, scale, SHAPE, weight,
+                                              site.seats, x, site.post, site.comb, s, s)] * 20,
+            site.streams.nbytes + site.sums.nbytes + x.nbytes)
 
 
 def hyper_out(n):
-    streams, y, seats = made((n, STREAMS, HIDDEN)), made((1, n, HIDDEN)), made(n, np.int32)
-    post, comb = made((n, STREAMS)), made((n, STREAMS, STREAMS))
-    return ([lambda s: hyper.hyper_out_cuda(streams, y, post, comb, seats, s)] * 20,
-            2 * streams.nbytes + y.nbytes)
+    """With the sums for the next site."""
+    site = Site(n)
+
+    def launch(fn):
+        return lambda s: hyper_cuda.hyper_out_cuda(site.streams, site.y, site.post, site.comb, fn,
+                                                   site.seats, site.sums, s)
+    return ([launch(fn) for fn in site.fn],
+            2 * site.streams.nbytes + site.y.nbytes + site.fn[0].nbytes + site.sums.nbytes)
 
 
 def route(n):
     gates = [made((EXPERTS, HIDDEN), np.uint16) for _ in range(MOE_LAYERS)]
-    x, bias, seats = made((n, HIDDEN)), made(EXPERTS), made(n, np.int32)
-    partial = made((n, dots.parts(HIDDEN), EXPERTS))
+    x, bias, seats = made((3 * n, HIDDEN), np.uint16), made(EXPERTS), made(n, np.int32)
+    flat = made((3 * n, EXPERTS))
+    logits = flat.reshape(3, n, EXPERTS)
     chosen, weights = made((n, PICKS), np.int32), made((n, PICKS))
 
     def launch(w):
-        return lambda s: moe.route_cuda(x, w, bias, 2.5, seats, partial, chosen, weights, s)
-    return [launch(w) for w in gates], gates[0].nbytes + x.nbytes + 2 * partial.nbytes
+        def run(s):
+            gemm(x, w, flat, s)
+            moe.choose_cuda(logits, bias, 2.5, seats, chosen, weights, s)
+        return run
+    return [launch(w) for w in gates], gates[0].nbytes + x.nbytes + 2 * logits.nbytes
 
 
 def swiglu(n):
@@ -153,26 +168,26 @@ def swiglu(n):
 
 
 def kda(n):
-    """prepare, recur and finish: up to 8 rows of as many seats, or a chunk of one seat."""
+    """All between the two big products: up to 8 rows of as many seats, or a chunk of one seat."""
     seats_held = n if n <= 8 else 1
     wide = HEADS * DIM
     states = [made((seats_held, HEADS, DIM, DIM)) for _ in range(KDA_LAYERS)]
-    history, taps = made((seats_held, 3, 3 * wide)), made((3 * wide, 4))
+    history, rows = made((seats_held, 3, 3 * wide)), made((n, 3 * wide + 2 * DIM + HEADS))
     seats = cuda.to_device(np.arange(n, dtype=np.int32) % seats_held)
-    rows, forget, gate = made((n, 3 * wide + 2 * DIM + HEADS)), made((n, wide)), made((n, wide))
-    decay, dt_bias, o_norm = made(HEADS), made(wide), made(DIM)
-    qkv, keep, beta = made((n, 3 * wide)), made((n, wide)), made((n, HEADS))
-    o, out = made((n, wide)), made((n, wide), np.uint16)
+    factors, o = made((n, HEADS, 4 * DIM + 4)), made((n, wide))
+    out = made((n, wide), np.uint16)
 
     def launch(state):
-        def run(s):
-            kda_cuda.prepare_cuda(rows, forget, taps, decay, dt_bias, -5.0, history, seats, qkv,
-                                  keep, beta, s)
-            kda_cuda.recur_cuda(rows, qkv, keep, beta, seats, state, history, o, s)
-            kda_cuda.finish_cuda(o, gate, o_norm, 1e-5, seats, out, s)
-        return run
-    moved = 2 * states[0].nbytes + rows.nbytes + 2 * qkv.nbytes + 2 * keep.nbytes + forget.nbytes
-    return [launch(state) for state in states], moved + gate.nbytes + 2 * o.nbytes + out.nbytes
+        w = SimpleNamespace(
+            f_b=SimpleNamespace(w=made((wide, DIM), np.uint16)),
+            g_b=SimpleNamespace(w=made((wide, DIM), np.uint16)), conv=made((3 * wide, 4)),
+            decay=made(HEADS), dt_bias=made(wide), o_norm=made(DIM))
+        return lambda s: kda_cuda.kda_cuda(rows, w, -5.0, 1e-5, seats, state, history, factors, o,
+                                           out, s)
+    moved = 2 * states[0].nbytes + 4 * wide * DIM + rows.nbytes + out.nbytes
+    if n > kda_cuda.FEW:
+        moved += 2 * factors.nbytes + 2 * o.nbytes
+    return [launch(state) for state in states], moved
 
 
 def bench(rows=ROWS):

@@ -3,8 +3,8 @@
 A line a kernel, context and number of rows (each its own conversation; 2,048 rows are a prefill
 chunk of one): microseconds a call inside a CUDA graph, and the bytes that it must move over that
 time, as a share of what the device reaches copying 1 GiB. Pages are dealt at random from a store
-larger than L2, other ones each call. `score` is its three kernels; `attend` the kernel alone,
-`attend+` with arrange and finish. A list is 512 pools drawn from the context, and the tail.
+larger than L2, other ones each call. `score` is its two kernels; `attend` the kernel alone,
+`attend+` with merge and finish. A list is 512 pools drawn from the context, and the tail.
 """
 
 import argparse
@@ -19,7 +19,6 @@ HEADS, RANK, INDEX_HEADS, INDEX_DIM, KPOOL, KEEP, PAGE = 64, 512, 32, 128, 4, 51
 WIDTH = KEEP * KPOOL + KPOOL - 1
 CONTEXTS, ROWS, CHUNK = (8_192, 131_072, 1_048_576), (1, 2, 8), 2048
 CALLS = 16
-END = np.iinfo(np.int32).max
 
 
 @cuda.jit
@@ -57,14 +56,22 @@ class Rows:
         calls = 1 if one else CALLS
         self.tables = [up(rng.integers(0, pages, shape).astype(np.int32)) for _ in range(calls)]
 
-    def lists(self):
-        """(lists, lengths): 512 of the visible pools, then the tail."""
-        lists = np.full((self.n, WIDTH), -1, np.int32)
+    def chosen(self):
+        """(scores, pools, counts) of one rank: 512 of the visible pools a row."""
         visible = (self.context - 1 - (self.n if self.n == CHUNK else 0)) // KPOOL
-        for row in lists:
-            pools = np.sort(self.rng.choice(visible, KEEP, replace=False))
-            row[:KEEP * KPOOL] = (pools[:, None] * KPOOL + np.arange(KPOOL)).ravel()
-        return up(lists), up(np.full(self.n, KEEP * KPOOL, np.int32))
+        pools = [self.rng.choice(visible, KEEP, replace=False) for _ in range(self.n)]
+        return (made((1, self.n, KEEP)), up(np.int32(pools)[None]),
+                up(np.full((1, self.n), KEEP, np.int32)))
+
+
+class Lists:
+    """What stage 3 writes and stage 4 reads for n rows below `context`."""
+
+    def __init__(self, n, context):
+        self.order = made((n, WIDTH), np.int32)
+        self.spans = made((n, merge.spans_at_most(WIDTH, 1, context) + 1), np.int32)
+        self.starts = made((n, 2), np.int32)
+        self.all = self.order, self.spans, self.starts
 
 
 def score(n, context):
@@ -74,7 +81,7 @@ def score(n, context):
     rng = rows.rng
     query = up(rng.standard_normal((n, INDEX_HEADS, INDEX_DIM)).astype(np.float32))
     weight = up(rng.standard_normal((n, INDEX_HEADS)).astype(np.float32))
-    found, fill, faults = made((batch, room)), up(np.zeros(batch, np.int32)), made(1, np.int32)
+    found, fill, faults = made((batch, room)), up(np.zeros((batch, 2), np.int32)), made(1, np.int32)
     bins, near = up(np.zeros((batch, score_cuda.BINS), np.int32)), made((batch, 4096), np.int32)
     out = made((n, KEEP)), made((n, KEEP), np.int32), made(n, np.int32)
 
@@ -88,23 +95,26 @@ def _attention(n, context, whole):
     latents = noise((20_480, PAGE, RANK))
     rows, chain = Rows(n, context, len(latents)), n == CHUNK
     query = up(rows.rng.standard_normal((n, HEADS, RANK)).astype(np.float32))
-    slots = 2 if chain else attend_cuda.slots(WIDTH, 1)
-    parts = made((slots, n, HEADS, RANK)), made((slots, n, HEADS)), made((slots, n, HEADS))
-    out = (parts[0][:1], parts[1][:1]) if chain else (made((1, n, HEADS, RANK)),
-                                                      made((1, n, HEADS)))
+    merged, lse = made((1, n, HEADS, RANK)), made((1, n, HEADS))
+    spans = 1 if chain else merge.spans_at_most(WIDTH, 1, context)
+    mass = made((spans, n, HEADS))
+    out, top = (merged, lse) if chain else (made((spans, n, HEADS, RANK)), made((spans, n, HEADS)))
 
     def launch(table):
-        lists, lengths = rows.lists()
-        order, starts = made((n, WIDTH), np.int32), made((n, 2), np.int32)
-        merge.arrange(lists, lengths, rows.seats, PAGE, 1, 0, order, starts, 0)
+        chosen, lists = rows.chosen(), Lists(n, context)
+
+        def listed(s):
+            merge.merge(*chosen, rows.seats, rows.positions, table, PAGE, KPOOL, 1, 0, *lists.all,
+                        s)
 
         def run(s):
             if whole:
-                merge.arrange(lists, lengths, rows.seats, PAGE, 1, 0, order, starts, s)
-            attend_cuda.attend(query, order, starts, rows.seats, table, latents, RANK ** -0.5, 0, 0,
-                               END, chain, *parts, s)
-            if whole:
-                attend_cuda.finish(*parts, starts, rows.seats, chain, *out, s)
+                listed(s)
+            attend_cuda.attend(query, *lists.all, rows.seats, latents, RANK ** -0.5, 0, 0, chain,
+                               out, top, mass, s)
+            if whole and not chain:
+                project.finish(out, top, mass, lists.starts, rows.seats, merged[0], lse[0], s)
+        listed(0)
         return run
     return [launch(t) for t in rows.tables], n * KEEP * KPOOL * RANK * 2
 
@@ -134,10 +144,12 @@ def others(n):
     scores, counts = up(np.sort(scores, axis=2)[..., ::-1]), up(np.full((world, n), KEEP, np.int32))
     pools = up(np.broadcast_to(np.arange(world * KEEP, dtype=np.int32).reshape(world, 1, KEEP),
                                scores.shape))
-    lists, lengths = made((n, WIDTH), np.int32), made(n, np.int32)
-    yield ("merge", [lambda s: merge.merge(scores, pools, counts, seats, positions, KPOOL, lists,
-                                           lengths, s)] * CALLS,
-           2 * scores.nbytes + lists.nbytes)
+    lists = Lists(n, 131_072)
+    for ranks, name in ((1, "merge"), (world, "merge 6")):
+        found = [a[:ranks] for a in (scores, pools, counts)]
+        yield (name, [lambda s, found=found: merge.merge(
+            *found, seats, positions, table, PAGE, KPOOL, 1, 0, *lists.all, s)] * CALLS,
+            2 * found[0].nbytes + lists.order.nbytes)
     out, lse = made((world, n, HEADS, RANK)), made((world, n, HEADS))
     merged, mass = made((n, HEADS, RANK)), made((n, HEADS))
     yield ("combine", [lambda s: project.combine(out, lse, merged, mass, s)] * CALLS,

@@ -22,18 +22,18 @@ import engine.config  # noqa: E402
 engine.config.prepare_environment()
 
 from engine.memory import token_bytes  # noqa: E402
-from engine.random_weights import release_shape  # noqa: E402
+from engine.release import release_shape  # noqa: E402
 from engine.shape import SCALE_BLOCK, part  # noqa: E402
 
 # Shares of the device's copy speed, by what a kernel reads; defaults of the options. Measured on an
 # H200 (bench/RESULTS.md, 2026-12-01): matrices weighed by their bytes in a token; attend and states
 # with 8 rows, where latency rules less; score at 1M tokens, one row.
-RATIOS = {"gemv": 0.75, "attend": 0.09, "score": 0.37, "state": 0.44}
+RATIOS = {"gemv": 0.75, "attend": 0.12, "score": 0.37, "state": 0.41}
 PEAK = 273.0                # GB/s of GB10's LPDDR5X
 COPY = (208.0, 220.0)       # GB/s that others have reached there
 LINK = 12.0                 # GB/s of one of the two PCIe x4 halves of the 200 Gb/s port
 LATENCY, PEER = 20.0, 3.5   # us a collective: fixed, and for each peer
-LAUNCH, KERNELS = 0.9, 24   # us a kernel in a graph (H200), kernels a layer
+LAUNCH, KERNELS = 0.9, 18   # us a kernel in a graph (H200), kernels a layer
 MEMORY = 121                # GiB of a Spark
 WORLDS, CONTEXTS = (1, 2, 3, 4, 6), (32_768, 131_072, 1_048_576)
 FLOAT, BITS16 = 4, 2

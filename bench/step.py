@@ -31,7 +31,8 @@ from engine.config import Config
 from engine.device import cuda
 from engine.device_graph import Walk
 from engine.forward import Rows
-from engine.random_weights import fill_bf16, random_device_weights, release_shape
+from engine.random_weights import fill_bf16, random_device_weights
+from engine.release import release_shape
 from engine.shape import part
 from engine.world import World
 
@@ -42,8 +43,10 @@ REPLAYS = 20
 EXTERNAL = 1                    # CU_EVENT_RECORD_EXTERNAL: the record becomes a node of the graph
 # Method that launches a part, its name, the weights it reads; indented parts lie inside another.
 PARTS = (("", "_kda", "KDA", ("KDA",)), ("attention", "layer", "DSA", ("DSA", "indexer")),
-         ("attention", "_insert", "  project, insert", ()), ("attention", "_score", "  score", ()),
-         ("attention", "_lists", "  merge", ()), ("attention", "_partials", "  attend", ()),
+         ("attention", "_own_keys", "  own keys", ()), ("attention", "_down", "  down", ()),
+         ("attention", "_absorb", "  absorb", ()), ("attention", "_insert", "  insert", ()),
+         ("attention", "best_pools", "  score", ()), ("attention", "lists", "  merge", ()),
+         ("attention", "_attend", "  attend", ()),
          ("attention", "_project", "  values, output", ()),
          ("", "_experts", "router, experts", ("routers", "experts")),
          ("", "_mlp", "dense and shared MLPs", ("dense MLPs", "shared experts")),
@@ -157,7 +160,7 @@ def chosen_experts(model, walk):
     def spy(w, x, *rest):
         work(w, x, *rest)
         model.stream.synchronize()
-        chosen = model.buffers.take("chosen", len(x), model.shape.experts_per_token,
+        chosen = model.buffers.take("chosen", x.shape[1], model.shape.experts_per_token,
                                     dtype=np.int32).copy_to_host()
         counts.append(np.unique(chosen[chosen >= 0]).size)
     model._experts = spy
@@ -169,7 +172,8 @@ def chosen_experts(model, walk):
 
 
 def part_times(model, launches):
-    """{part: (microseconds, times it ran)} of one replayed step, and of all of it ("")."""
+    """{part: (microseconds, times it ran)} of one replayed step, and of all of it (""), with what
+    runs side by side in a step one after the other."""
     events = iter([checked(driver.cuEventCreate(0)) for _ in range(1024)])
     handle, marks, replaced = None, collections.defaultdict(list), []
 
@@ -188,6 +192,7 @@ def part_times(model, launches):
         if hasattr(owner, method):
             setattr(owner, method, marked(name, getattr(owner, method)))
             replaced.append((owner, method))
+    model.side = model._sides[1]
     try:
         walk = Counted(model.stream, marked("", launches))
         handle = walk._handle
@@ -195,6 +200,7 @@ def part_times(model, launches):
         for _ in range(5):
             walk.replay()
     finally:
+        model.side = model._sides[0]
         for owner, method in replaced:
             delattr(owner, method)
     return {name: (sum(checked(driver.cuEventElapsedTime(*p)) for p in pairs) * 1e3, len(pairs))

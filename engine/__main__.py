@@ -8,6 +8,7 @@ refused before a kernel is compiled or a weight is read.
 Exit codes: engine/errors.py.
 """
 
+import faulthandler
 import importlib
 import json
 import os
@@ -18,13 +19,16 @@ import traceback
 
 from engine.config import (HelpWanted, fit, parse, prepare_environment, read_prompt,
                            under_mpirun)
-from engine.errors import (BUG, INTERRUPTED, EngineError, ModelError, PlanError, RequestError,
-                           WorldError)
+from engine.errors import (BUG, INTERRUPTED, EngineError, FaultError, ModelError, PlanError,
+                           RequestError, WorldError)
 from engine.launch import run_worlds
 from engine.progress import Progress, on_terminal
+from engine.pulse import Pulse
+from engine.release import IdsOnly, named_shape
 from engine.shape import MAX_WORLD, Shape, ShapeProblem
 
 
+JOIN_SECONDS = 120      # for every rank to come into MPI
 BENCH_WORLDS = (1, 2, 6)    # what `python -m engine bench` without mpirun goes through
 
 
@@ -50,42 +54,63 @@ def main(argv):
     except EngineError as e:
         error = e
     try:
-        if config and config.command == "bench" and not under_mpirun():
+        if config and config.command == "bench" and config.weights == "file" and not under_mpirun():
             return run_worlds(argv, BENCH_WORLDS)
         world = _join()
     except EngineError as e:
         print(e.report(), file=sys.stderr)
         return e.exit_code
-    if world.rank:      # mpirun hands Ctrl-C to every rank; rank 0 alone decides what it means
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # mpirun hands signals to every rank; rank 0 alone decides what they mean
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN if world.rank else signal.default_int_handler)
+    pulse = None
+    try:
+        pulse = Pulse(world)
+        # Hydra's word for a dead rank: it ends this one too until there is a pulse, which knows.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        code = _together(config, world, pulse, error, help_text)
+        pulse.close()
+        return code
+    except KeyboardInterrupt:
+        world.abort(INTERRUPTED)
+    except EngineError as e:    # in the middle of a round, where the ranks do not agree on it
+        e.rank = world.rank if e.rank is None and world.size > 1 else e.rank
+        if pulse is not None:
+            pulse.tell(e)
+        print(e.report(), file=sys.stderr, flush=True)
+        world.abort(e.exit_code)
+    except Exception as e:
+        traceback.print_exc()
+        if pulse is not None:
+            pulse.tell(FaultError(f"it met a bug: {e!r}", "its traceback is above"))
+        world.abort(BUG)
+
+
+def _join():
+    # MPI waits for ever for a rank that has not come, and holds up Python meanwhile.
+    faulthandler.dump_traceback_later(JOIN_SECONDS, exit=True)
+    try:
+        from engine.world import World
+        return World.join()
+    except (ImportError, RuntimeError) as e:    # mpi4py says RuntimeError where it finds no MPI
+        raise WorldError(f"MPI cannot be loaded: {e}", "pip install mpi4py mpich") from None
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _together(config, world, pulse, error, help_text):
+    """The exit code that every rank leaves with. error: what this rank's command line deserves."""
     try:
         _agree(world, error)
         if help_text is not None:
             if world.rank == 0:
                 print(help_text, end="", flush=True)
             return 0
-        return _start(config, world)
+        return _start(config, world, pulse)
     except _Refused as refused:
         if world.rank == 0:
             print(refused.error.report(), file=sys.stderr, flush=True)
         return refused.error.exit_code
-    except KeyboardInterrupt:
-        world.abort(INTERRUPTED)
-    except EngineError as e:    # in the middle of a round: the others cannot be told in words
-        e.rank = world.rank if e.rank is None and world.size > 1 else e.rank
-        print(e.report(), file=sys.stderr, flush=True)
-        world.abort(e.exit_code)
-    except Exception:
-        traceback.print_exc()
-        world.abort(BUG)
-
-
-def _join():
-    try:
-        from engine.world import World
-    except (ImportError, RuntimeError) as e:    # mpi4py says RuntimeError where it finds no MPI
-        raise WorldError(f"MPI cannot be loaded: {e}", "pip install mpi4py mpich") from None
-    return World.join()
 
 
 def _agree(world, error=None, everywhere=True):
@@ -109,23 +134,29 @@ def _phase(world, work, everywhere=True):
     return value
 
 
-def _start(config, world):
+def _start(config, world, pulse):
     """From a checked command line to the exit code."""
     if world.size > MAX_WORLD:
         raise _Refused(PlanError(f"{world.size} ranks were started, the engine runs on 1 to "
                                  f"{MAX_WORLD}", f"mpirun -np {MAX_WORLD} python -m engine"))
     progress = Progress(world.rank == 0 and on_terminal(2))
-    shape = _phase(world, lambda: _read_shape(config.model))
+    shape = _phase(world, lambda: _read_shape(config))
     config = _phase(world, lambda: fit(config, shape))
     if config.command == "plan":
         return _command(world, _import_in_turn(world, "engine.plan", progress), config)
     if config.command == "bench":
-        return _command(world, _import_in_turn(world, "engine.bench", progress), config)
+        name = "engine.bench_serve" if config.serve else "engine.bench"
+        return _command(world, _import_in_turn(world, name, progress), config)
     seconds = {"load": 0.0, "compile": 0.0}
     chat, ids = _phase(world, lambda: _read_request(config, shape) if world.rank == 0
                        else (None, None), everywhere=False)
+    serving = not config.one_reply
+    listening = _phase(world, lambda: _listen(config) if serving and world.rank == 0 else None,
+                       everywhere=False)
     engine = _load(config, world, progress, seconds)
-    return _serve(engine, chat, config, ids, world, progress, seconds)
+    if serving:
+        return _serve(engine, chat, listening, pulse, progress, seconds)
+    return _reply(engine, chat, config, ids, world, progress, seconds)
 
 
 def _command(world, module, config):
@@ -134,8 +165,14 @@ def _command(world, module, config):
     return 0
 
 
-def _read_shape(folder):
-    """The Shape that a model folder's config.json gives. ModelError naming the file."""
+def _read_shape(config):
+    """The Shape that the model folder's config.json gives, or the name of a released model.
+
+    ModelError naming the file, UsageError naming the option.
+    """
+    if config.weights == "random":
+        return named_shape(config.shape, config.layers)
+    folder = config.model
     path = os.path.join(folder, "config.json")
     hint = "give the folder that holds config.json and the safetensors files"
     if not os.path.isdir(folder):
@@ -154,7 +191,7 @@ def _read_shape(folder):
 def _read_request(config, shape):
     """Rank 0's (Chat, prompt ids or None for a line chat), all of it refused here if it can be."""
     from engine.chat import Chat, prompt_ids
-    chat = Chat(config.model)
+    chat = Chat(config.model) if config.weights == "file" else IdsOnly(shape)
     if not config.one_reply:
         chat.require_text()
         return chat, None
@@ -175,22 +212,18 @@ def _import_in_turn(world, name, progress):
 def _load(config, world, progress, seconds):
     """The Engine with its weights; fills seconds "compile" and "load"."""
     started = time.perf_counter()
-    weights_module = _import_in_turn(world, "engine.weights", progress)
-    seconds["compile"] += time.perf_counter() - started
-    shape, checkpoint = _phase(world, lambda: weights_module.open_model(config.model))
-    if world.rank == 0:
-        for note in checkpoint.notes:
-            print(f"sparkgrid: {note}", file=sys.stderr, flush=True)
-
-    started = time.perf_counter()
     engine_module = _import_in_turn(world, "engine.engine", progress)
     seconds["compile"] += time.perf_counter() - started
     backend, plan_module = (importlib.import_module(f"engine.{m}") for m in ("backend", "plan"))
     config = _phase(world, lambda: backend.choose(config))
+    shape, checkpoint = _phase(world, lambda: backend.open_weights(config))
+    if world.rank == 0:
+        for note in checkpoint.notes:
+            print(f"sparkgrid: {note}", file=sys.stderr, flush=True)
     _phase(world, lambda: plan_module.admit(config, shape, checkpoint, world))
 
     started = time.perf_counter()
-    with progress.phase("loading weights") as line:
+    with progress.phase("loading weights", bytes_of=True) as line:
         weights = _phase(world, lambda: backend.load(config, checkpoint, shape, world,
                                                      line.update))
     engine = _phase(world, lambda: engine_module.Engine(config, world, shape, weights))
@@ -214,29 +247,49 @@ def _started_as(engine):
             f"context {config.context:,} tokens, {config.parallel} at a time")
 
 
-def _serve(engine, chat, config, ids, world, progress, seconds):
-    """Rank 0 drives, the others follow; all come back and leave with the same code."""
+def _listen(config):
+    """The port, taken before a weight is read. Rank 0 only: the others need no HTTP."""
+    from engine.api.app import listen
+    return listen(config.host, config.port)
+
+
+def _serve(engine, chat, listening, pulse, progress, seconds):
+    """Serve until asked to stop; every rank leaves with rank 0's code."""
+    from engine.serving import follow, serve
+    if engine.world.rank:
+        follow(engine, pulse)
+        code = 0
+    else:
+        from engine.serve import Interrupt
+        code = serve(engine, chat, listening, pulse, _desk(progress, Interrupt(), seconds))
+    _agree(engine.world)
+    return code
+
+
+def _reply(engine, chat, config, ids, world, progress, seconds):
+    """One reply to the command line's prompt; all leave with the same code."""
     code, error = 0, None
     if world.rank:
         engine.follow()
     else:
-        from engine.serve import Desk, Interrupt, line_chat, one_reply
+        from engine.serve import Interrupt, one_reply
         with Interrupt().installed() as interrupt:
-            interactive = on_terminal(0) and on_terminal(1)
-            # mpirun forwards two streams in no certain order: on one terminal, use one
-            err = sys.stdout if interactive and on_terminal(2) else sys.stderr
-            desk = Desk(sys.stdin.buffer, sys.stdout.buffer, err, interactive, progress,
-                        interrupt, seconds)
             try:
-                if ids is None:
-                    code = line_chat(engine, chat, config, desk)
-                else:
-                    code = one_reply(engine, chat, config, ids, desk)
+                code = one_reply(engine, chat, config, ids, _desk(progress, interrupt, seconds))
             except RequestError as e:
                 error = e
             engine.stop()
     _agree(world, error, everywhere=False)
     return code
+
+
+def _desk(progress, interrupt, seconds):
+    """Where rank 0 reads and writes."""
+    from engine.serve import Desk
+    interactive = on_terminal(0) and on_terminal(1)
+    # mpirun forwards two streams in no certain order: on one terminal, use one
+    err = sys.stdout if interactive and on_terminal(2) else sys.stderr
+    return Desk(sys.stdin.buffer, sys.stdout.buffer, err, interactive, progress, interrupt, seconds)
 
 
 def _leave(code):

@@ -2,8 +2,10 @@
 chooses.
 
 Both offer the same: `open` and `close` a seat, `prefill` a chunk, `decode` a step. A choice that
-falls back says so at start.
+falls back says so at start. Weights come from a model folder, or are random and need none.
 """
+
+import contextlib
 
 from engine.device import available
 from engine.device_model import DeviceModel
@@ -16,14 +18,21 @@ from engine.pool.page import Pages, rank_pages
 from engine.pool.state import States
 from engine.pool.table import PageTable
 from engine.prefill import prefill_attention
+from engine.random_weights import random_device_weights
+from engine.release import Unwritten, named_shape
 from engine.shape import part
 from engine.step import decode_attention
-from engine.weights import load_weights
+from engine.weights import load_weights, open_model
 
 
 def choose(config):
     """config with its backend decided: "host" or "cuda". PlanError for a cuda that is not there."""
     device = available() if config.backend != "host" else False
+    if config.weights == "random" and not device:
+        why = "the backend is host" if config.backend == "host" else "no CUDA device answers"
+        raise PlanError(f"--weights random: {why}; only a device's kernels make these weights, and "
+                        "a CPU would take minutes a token", "run it where nvidia-smi lists a "
+                        "device, or leave --weights out")
     if config.backend == "cuda" and not device:
         raise PlanError("--backend cuda: no CUDA device answers on this machine",
                         "check nvidia-smi and pip install -e '.[cuda]', or use --backend host")
@@ -38,10 +47,37 @@ def choose(config):
     return config.replaced(backend="cuda" if device else "host")
 
 
+def open_weights(config):
+    """(Shape, Checkpoint) of config's model folder; or of random weights, with an Unwritten."""
+    if config.weights == "random":
+        return named_shape(config.shape, config.layers), Unwritten()
+    return open_model(config.model)
+
+
 def load(config, checkpoint, shape, world, progress=None):
-    """This rank's Weights for the chosen backend. progress(done, total)."""
-    read = load_device_weights if config.backend == "cuda" else load_weights
-    return read(checkpoint, shape, part(shape, world.rank, world.size), progress)
+    """This rank's Weights for the chosen backend. progress(done, total): bytes.
+
+    Raises PlanError where the device has less memory than the plan was told.
+    """
+    own = part(shape, world.rank, world.size)
+    with device_memory(world.rank):
+        if config.weights == "random":
+            return random_device_weights(shape, own, shape.layers, config.seed)
+        read = load_device_weights if config.backend == "cuda" else load_weights
+        return read(checkpoint, shape, own, progress, config.drop_page_cache)
+
+
+@contextlib.contextmanager
+def device_memory(rank):
+    """Device or host memory that ran out inside, whatever the plan said, becomes a PlanError."""
+    try:
+        yield
+    except Exception as error:      # the driver's, by its name: its class changes with Numba
+        if not isinstance(error, MemoryError) and "OUT_OF_MEMORY" not in str(error):
+            raise
+        raise PlanError(f"memory ran out in spite of the plan: {error}", "see with nvidia-smi what "
+                        "else has taken memory since the start; fewer --pages, a shorter "
+                        "--context, less --parallel or a smaller --chunk", rank) from None
 
 
 class HostBackend:
@@ -50,22 +86,26 @@ class HostBackend:
     def __init__(self, config, world, shape, weights):
         has = _Layout(config, world, shape)
         pages = Pages(shape, has.pages, config.page_rows, config.kv_dtype)
-        self.poison = config.poison
+        self.poison, self.page_rows, self.table = config.poison, config.page_rows, has.table
         self.model = Model(world, shape, has.own, weights, pages,
                            States(shape, has.own, config.parallel), has.table, has.heads,
                            has.vocab, has.split, config.replicate)
 
-    def open(self, seat, lease):
-        """Bind a conversation's pages and clear its states."""
+    def open(self, seat, lease, kept=0):
+        """Bind a conversation's pages; clear its states, or leave `kept` > 0 positions as they are.
+        """
         model = self.model
-        model.table.bind(seat, lease, model.world.rank)
-        model.states.clear(seat)
+        if kept:
+            self.table.unbind(seat)
+        else:
+            model.states.clear(seat)
+        self.table.bind(seat, lease, model.world.rank)
         if self.poison:
-            model.pages.poison(model.table.local_pages(seat))
+            model.pages.poison(self.table.local_pages(seat, -(-kept // self.page_rows)))
 
     def close(self, seat):
         """Forget a conversation's pages."""
-        self.model.table.unbind(seat)
+        self.table.unbind(seat)
 
     def prefill(self, rows, wanted):
         """A prompt chunk; where `wanted`, [1, vocab] logits of its last row on rank 0."""
@@ -82,17 +122,32 @@ class DeviceBackend:
 
     def __init__(self, config, world, shape, weights):
         has = _Layout(config, world, shape)
-        self.poison, self.table, self.rank = config.poison, has.table, world.rank
-        self.device = DeviceModel(world, shape, has, weights, config)
-        self.prefill, self.decode = self.device.prefill, self.device.decode
+        self.poison, self.page_rows, self.table = config.poison, config.page_rows, has.table
+        self.rank = world.rank
+        with device_memory(self.rank):
+            self.device = DeviceModel(world, shape, has, weights, config)
 
-    def open(self, seat, lease):
-        """Bind a conversation's pages and clear its states."""
+    def prefill(self, rows, wanted):
+        """As HostBackend's."""
+        with device_memory(self.rank):
+            return self.device.prefill(rows, wanted)
+
+    def decode(self, rows):
+        """As HostBackend's."""
+        with device_memory(self.rank):
+            return self.device.decode(rows)
+
+    def open(self, seat, lease, kept=0):
+        """As HostBackend's."""
+        if kept:
+            self.table.unbind(seat)
+        else:
+            self.device.clear(seat)
         self.table.bind(seat, lease, self.rank)
         self.device.attention.bind(seat, self.table.table[seat])
-        self.device.clear(seat)
         if self.poison:
-            self.device.attention.poison(self.table.local_pages(seat))
+            self.device.attention.poison(
+                self.table.local_pages(seat, -(-kept // self.page_rows)))
 
     def close(self, seat):
         """Forget a conversation's pages."""

@@ -7,18 +7,15 @@ memory at the end stands beside its plan (`engine plan`) and what Python held be
 """
 
 import statistics
+import sys
 import time
 
 import numpy as np
 
-from engine.backend import choose, load
+from engine.backend import choose, load, open_weights
 from engine.engine import Engine
-from engine.errors import PlanError
-from engine.plan import plan_of
-from engine.random_weights import LAYERS, random_device_weights, release_shape
+from engine.plan import admit, plan_of
 from engine.sample import Sampling
-from engine.shape import part
-from engine.weights import open_model
 
 DEPTHS = (0, 1024, 4096)
 PROMPT = 512        # tokens of pp, and of a prefill chunk
@@ -28,45 +25,45 @@ HEADER = "| model | ranks | KV | test | t/s |\n|---|---|---|---|---|"
 
 
 def main(config, world):
-    """Measure config's model with the KV split and not, on all ranks; rank 0 prints.
+    """Measure config's model with the KV split and not, on all ranks; rank 0 prints as it goes.
 
-    --layers N measures N layers of the release's dimensions with random weights instead.
+    Raises PlanError, before weights are read or made, where the memory cannot take it.
     """
-    config, checkpoint, python = choose(config), None, _resident()
-    if config.layers:
-        name, shape, weights = _random(config, world)
-    else:
-        name = config.model.rstrip("/").rsplit("/", 1)[-1]
-        shape, checkpoint = open_model(config.model)
-        weights = load(config, checkpoint, shape, world)
+    config, python = choose(config), _resident()
+    shape, checkpoint = open_weights(config)
+    config = config.replaced(parallel=1, chunk=PROMPT, context=min(
+        config.context, max(DEPTHS) + PROMPT + GENERATED + 2))
+    ways = [config.replaced(split=split) for split in (True, False)[world.size == 1:]]
+    for asked in ways:
+        admit(asked, shape, checkpoint, world)
+    started = time.perf_counter()
+    weights = load(config, checkpoint, shape, world)
+    _note(world, f"weights in {time.perf_counter() - started:.1f} s, backend {config.backend}")
     _say(world, HEADER)
-    for split in (True, False) if world.size > 1 else (False,):
-        asked = config.replaced(split=split, parallel=1, chunk=PROMPT,
-                                context=min(config.context, max(DEPTHS) + PROMPT + GENERATED + 2))
-        engine = Engine(asked, world, shape, weights)
-        if world.rank:
-            engine.follow()
-        else:
-            for depth in DEPTHS:
-                if depth + PROMPT + GENERATED + 2 <= asked.context:
-                    for test, speeds in _measure(engine, depth).items():
-                        print(f"| {name} | {world.size} | {_kv(asked, world)} | {test} | "
-                              f"{statistics.mean(speeds):.1f} ± {statistics.stdev(speeds):.1f} |",
-                              flush=True)
-            engine.stop()
-        if checkpoint and config.backend == "host":
+    for asked in ways:
+        _table(asked, world, shape, weights)
+        if config.backend == "host":
             _memory(asked, world, plan_of(asked, shape, checkpoint, world.size), python)
 
 
-def _random(config, world):
-    """(name, Shape, Weights) of config.layers layers of real dimensions. PlanError off CUDA."""
-    if config.backend != "cuda":
-        raise PlanError(f"--layers {config.layers}: a model of real dimensions needs a CUDA device",
-                        "leave --layers out to measure the embedded model")
-    layers = min(config.layers, LAYERS)
-    shape = release_shape(layers)
-    own = part(shape, world.rank, world.size)
-    return f"{layers} layers", shape, random_device_weights(shape, own, layers, 0)
+def _table(config, world, shape, weights):
+    """Run an engine of its own; rank 0 prints a row a test as it ends."""
+    engine = Engine(config, world, shape, weights)
+    if world.rank:
+        return engine.follow()
+    for depth in DEPTHS:
+        if depth + PROMPT + GENERATED + 2 <= config.context:
+            for test, speeds in _measure(engine, depth).items():
+                print(f"| {_name(config, shape)} | {world.size} | {_kv(config, world)} | {test} | "
+                      f"{statistics.mean(speeds):.1f} ± {statistics.stdev(speeds):.1f} |",
+                      flush=True)
+    engine.stop()
+
+
+def _name(config, shape):
+    if config.weights == "random":
+        return f"{config.shape}, {shape.layers} layers, random"
+    return config.model.rstrip("/").rsplit("/", 1)[-1]
 
 
 def _kv(config, world):
@@ -76,6 +73,7 @@ def _kv(config, world):
 def _measure(engine, depth):
     """{test name: tokens a second of each run}. One run more than counted warms up."""
     speeds = {f"pp{PROMPT} @ d{depth}": [], f"tg{GENERATED} @ d{depth}": []}
+    started = time.perf_counter()
     for run in range(RUNS + 1):
         tokens = np.random.default_rng(run).integers(0, engine.shape.vocab, depth + PROMPT)
         engine.submit(tokens, Sampling(max_tokens=GENERATED + 1))
@@ -87,7 +85,9 @@ def _measure(engine, depth):
             times.append(time.perf_counter())
         while engine.busy:                  # let the conversation's pages go
             engine.step()
-        if run:
+        if not run:
+            _note(engine.world, f"d{depth} warm after {time.perf_counter() - started:.1f} s")
+        else:
             both = PROMPT / (times[1] - times[0]), GENERATED / (times[-1] - times[1])
             for measured, speed in zip(speeds.values(), both):
                 measured.append(speed)
@@ -113,3 +113,8 @@ def _resident():
 def _say(world, text):
     if world.rank == 0:
         print(text, flush=True)
+
+
+def _note(world, text):
+    if world.rank == 0:
+        print(f"sparkgrid: {text}", file=sys.stderr, flush=True)

@@ -6,11 +6,16 @@
 
 The template is the checkpoint's own code: it runs in Jinja's immutable sandbox, with the settings
 and globals that its field's renderer gives it (transformers `apply_chat_template`).
+
+Only the template writes marks, as <|user|> or <think>. A mark in what a message or a tool says
+stays text, so that nobody's text can speak in another role: it is broken by a sign before the
+template sees it, and what is rendered is encoded piece by piece between the signs.
 """
 
 import datetime
 import json
 import pathlib
+import re
 
 import jinja2
 import jinja2.sandbox
@@ -20,6 +25,8 @@ from engine.errors import ModelError, RequestError
 from engine.prompt import check_prompt
 
 REPLACEMENT = "\ufffd"      # what an incomplete or invalid UTF-8 sequence decodes to
+SIGN = "\ufdd0"             # no character of any text (Unicode 23.7); one that comes is escaped
+BREAK, ESCAPED = SIGN + "1", SIGN + "0"
 
 
 class Chat:
@@ -36,6 +43,7 @@ class Chat:
         self.eos = self._stop_ids()
         self.sampling_defaults = self._sampling_defaults()
         self._tokenizer = self._load_tokenizer()
+        self._marks = _marks_of(self._tokenizer) if self._tokenizer else ()
         self._template = self._load_template()
 
     @property
@@ -51,8 +59,41 @@ class Chat:
                              "add the model's own, or give --prompt-ids")
 
     def encode(self, text):
-        """text -> ids; special tokens written in the text become their ids, none is added."""
+        """text -> ids; marks written in the text become their ids, none is added."""
         return self._text_tokenizer().encode(text, add_special_tokens=False).ids
+
+    def encode_plain(self, text):
+        """text -> ids; marks written in the text stay text."""
+        return self._encode_broken(self._broken(text))
+
+    def _broken(self, value):
+        """A JSON value with every mark in its strings, keys too, broken after its first letter."""
+        if isinstance(value, str):
+            value = value.replace(SIGN, ESCAPED)
+            if not any(mark in value for mark in self._marks):
+                return value
+            begin = "|".join(map(re.escape, self._marks))
+            return re.sub(f"(?s)(?=(?:{begin}))(.)", rf"\1{BREAK}", value)
+        if isinstance(value, dict):
+            return {self._broken(k): self._broken(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._broken(v) for v in value]
+        return value
+
+    def _encode_broken(self, text):
+        return [i for part in text.split(BREAK) for i in self.encode(part.replace(ESCAPED, SIGN))]
+
+    def token_id(self, token):
+        """The id of a token written as the vocabulary has it, or None."""
+        return self._text_tokenizer().token_to_id(token)
+
+    def token_bytes(self, token):
+        """The bytes that one token stands for; a special token's are those of its name."""
+        text = self._text_tokenizer().id_to_token(token)
+        try:
+            return bytes(_BYTE_OF[c] for c in text)
+        except KeyError:        # a special token's name with blanks or other letters
+            return text.encode("utf-8")
 
     def decode(self, ids):
         """ids -> text without special tokens; invalid UTF-8 becomes U+FFFD."""
@@ -67,14 +108,16 @@ class Chat:
         self.require_text()
         extra = {} if effort is None else {"reasoning_effort": effort}
         try:
-            text = self._template.render(messages=messages, tools=tools, clear_thinking=False,
-                                         add_generation_prompt=True, **extra)
+            text = self._template.render(
+                messages=self._broken(messages), tools=self._broken(tools), clear_thinking=False,
+                add_generation_prompt=True, **extra)
         except _Refusal as e:
             raise RequestError(f"the chat template refuses these messages: {e}") from None
-        except (jinja2.TemplateError, TypeError, AttributeError, ValueError) as e:
+        except (jinja2.TemplateError, TypeError, AttributeError, ValueError, LookupError,
+                ArithmeticError) as e:
             raise RequestError(f"the chat template cannot render these messages: {e}",
                                "check roles and contents") from None
-        return self.encode(text)
+        return self._encode_broken(text)
 
     def message(self, prompt_ids, ids):
         """The assistant message that a reply's ids make, for the next turn's messages.
@@ -191,6 +234,22 @@ def prompt_ids(chat, config, vocab):
         ids = chat.encode_chat(messages, effort=config.effort)
     check_prompt(ids, config.context, vocab)
     return ids
+
+
+def _marks_of(tokenizer):
+    """The added tokens that say something about the text: special ones, and <these> or [these]."""
+    return tuple(t.content for t in tokenizer.get_added_tokens_decoder().values()
+                 if t.special or t.content[:1] + t.content[-1:] in ("<>", "[]"))
+
+
+def _byte_level():
+    """{character: byte} of byte-level BPE vocabularies (GPT-2's bytes_to_unicode, inverted)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_level()
 
 
 class _Refusal(Exception):

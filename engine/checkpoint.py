@@ -16,17 +16,20 @@ hold.
 
 FP8: a matrix of kind F8_E4M3 goes with `<name>_scale_inv`, F32 or BF16, one value for each 128 x
 128 block (partial at the edges); the value of an element is e4m3(byte) * scale[row // 128, column
-// 128] in float32.
+// 128] in float32. What is read of either is refused by name where it is no number: the codes 0x7F
+and 0xFF, scales that are not finite.
 """
 
 import json
+import mmap
 import os
 from typing import NamedTuple
 
 import numpy as np
+from numba import njit, types
 
 from engine.errors import ModelError
-from engine.host import from_bf16
+from engine.host import NJIT, from_bf16
 from engine.shape import SCALE_BLOCK
 
 INDEX = "model.safetensors.index.json"
@@ -42,7 +45,7 @@ KIND_BITS = {
     "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64,
     "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }
-_STORED = {"BF16": np.dtype("<u2"), "F32": np.dtype("<f4"), "F8_E4M3": np.dtype("u1")}
+STORED = {"BF16": np.dtype("<u2"), "F32": np.dtype("<f4"), "F8_E4M3": np.dtype("u1")}
 _AGAIN = "the file is damaged or its download incomplete: fetch it again"
 
 
@@ -180,11 +183,18 @@ class Checkpoint:
         """
         tensor = self.tensors[name]
         if tensor.file not in self._maps:
-            self._maps[tensor.file] = np.memmap(tensor.file, np.uint8, "r").view(np.ndarray)
-        dtype = _STORED[tensor.kind]
+            self._maps[tensor.file] = np.memmap(tensor.file, np.uint8, "r")
+        dtype = STORED[tensor.kind]
         count = int(np.prod(tensor.shape, dtype=np.int64)) * dtype.itemsize
-        data = self._maps[tensor.file][tensor.start:tensor.start + count]
+        data = self._maps[tensor.file].view(np.ndarray)[tensor.start:tensor.start + count]
         return data.view(dtype).reshape(tensor.shape)
+
+    def forget(self):
+        """Drop what was read so far from the maps and the page cache."""
+        for path, whole in self._maps.items():
+            whole._mmap.madvise(mmap.MADV_DONTNEED)
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def matrix(self, name, rows=None, columns=None):
         """Rows (start, stop) and columns (start, stop) of a matrix; None means all of them.
@@ -198,13 +208,12 @@ class Checkpoint:
         codes = codes[r0:r1, c0:c1]
         if self.kind(name) != "F8_E4M3":
             return codes
-        scales = self.mapped(scale_name(name))
-        scales = from_bf16(scales) if scales.dtype == np.uint16 else scales
-        values = E4M3[codes]
-        across = np.arange(c0, c1) // SCALE_BLOCK
-        for block in range(r0 // SCALE_BLOCK, -(-r1 // SCALE_BLOCK) if r1 > r0 else 0):
+        refuse_nan_codes(self, name, codes, r0, c0)
+        values, blocks = E4M3[codes], np.arange(r0 // SCALE_BLOCK, -(-r1 // SCALE_BLOCK))
+        scales = scales_of(self, name, blocks, np.arange(c0, c1) // SCALE_BLOCK)
+        for block, scale in zip(blocks.tolist() if r1 > r0 else (), scales):
             first, stop = block * SCALE_BLOCK - r0, (block + 1) * SCALE_BLOCK - r0
-            values[max(first, 0):stop] *= scales[block, across]
+            values[max(first, 0):stop] *= scale
         return values
 
     def vector(self, name, rows=None):
@@ -212,6 +221,47 @@ class Checkpoint:
         values = self.mapped(name)
         values = values[slice(*rows)] if rows else values
         return from_bf16(values) if values.dtype == np.uint16 else np.array(values, np.float32)
+
+
+@njit(types.uint64(types.Array(types.uint64, 1, "C", readonly=True)), **NJIT)
+def _tops(words):
+    """Nonzero where a byte is 0x7F or 0xFF: eight codes an addition, none carries over."""
+    found = np.uint64(0)
+    for i in range(words.size):
+        found |= (words[i] & np.uint64(0x7F7F7F7F7F7F7F7F)) + np.uint64(0x0101010101010101)
+    return found & np.uint64(0x8080808080808080)
+
+
+def refuse_nan_codes(checkpoint, name, codes, row, column):
+    """ModelError where a part of FP8 matrix `name`, from row and column on, has a NaN code."""
+    flat = np.ascontiguousarray(codes).reshape(-1)
+    flat = flat if flat.ctypes.data % 8 == 0 else flat.copy()
+    whole = flat.size // 8 * 8
+    if _tops(flat[:whole].view(np.uint64)) or (flat[whole:] & 0x7F == 0x7F).any():
+        at = np.argwhere(codes & 0x7F == 0x7F)[0]
+        raise ModelError(f"{name} in {checkpoint.tensors[name].file} holds the FP8 code "
+                         f"0x{codes[tuple(at)]:02X}, which is no number, in row {row + at[0]}, "
+                         f"column {column + at[1]}", _AGAIN)
+
+
+def scales_of(checkpoint, name, rows, columns):
+    """Block scales of FP8 matrix `name`: rows and columns (indices) of them, new float32.
+
+    ModelError where one is not finite.
+    """
+    found = checkpoint.mapped(scale_name(name))[np.ix_(rows, columns)]
+    found = from_bf16(found) if found.dtype == np.uint16 else found
+    if not np.isfinite(found).all():
+        raise ModelError(f"{scale_name(name)} in {checkpoint.tensors[scale_name(name)].file} holds "
+                         f"{found[~np.isfinite(found)][0]}, which is no scale", _AGAIN)
+    return found
+
+
+def forget(file, start, count):
+    """Tell the system that bytes of an open file are not needed again, nor the pages they touch."""
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    stop = -(-(start + count) // mmap.PAGESIZE) * mmap.PAGESIZE
+    os.posix_fadvise(file, first, stop - first, os.POSIX_FADV_DONTNEED)
 
 
 # ---- opening ----------------------------------------------------------------------------------

@@ -3,14 +3,13 @@
 `parse` is pure (argv in, Config out), so every rank gets the same Config from the same argv. What
 only rank 0 can read (its standard input, an ids file) is read later by `read_prompt`; what needs
 the model's numbers is checked by `fit`. Each refusal names the option, the value and the remedy.
+The options themselves are in engine/options.py.
 
 `prepare_environment` is the only writer of environment variables. It must run before numpy or numba
 is imported: both read theirs once, at import.
 """
 
-import argparse
 import dataclasses
-import difflib
 import hashlib
 import importlib.metadata
 import math
@@ -21,12 +20,13 @@ import sys
 import tempfile
 
 from engine.errors import RequestError, UsageError
+from engine.options import (COMMANDS, choice, count, join_values, make_parser, nearest, real,
+                            shown, unknown_option)
 
 ENGINE = pathlib.Path(__file__).resolve().parent
 EMBEDDED = str(ENGINE.parent / "models" / "mini")
-COMMANDS = ("plan", "bench")
+LOOPBACK = ("localhost", "::1")
 PAGE_ROWS = (64, 128, 256, 512)  # a page holds whole pools of 4 and is dealt out whole
-LISTING = "python -m engine -h lists the options"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +54,23 @@ class Config:
     pages: int | None = None        # None: enough for `parallel` windows of `context`
     context: int | None = None      # None until `fit`: the model's window
     parallel: int = 4               # conversations at a time
+    host: str = "127.0.0.1"
+    port: int = 8114                # 0: a free one
+    api_key: str | None = None
+    served_name: str | None = None  # None: the model folder's name
+    queue: int = 64                 # requests that may wait for one to end
+    round_ms: int = 250             # a round's time while others wait for its prefill chunk
+    serve: bool = False             # bench over HTTP
+    drain: int = 10                 # seconds that replies may go on when the engine is stopped
     chunk: int = 2048               # prompt tokens a prefill chunk
     poison: bool = False
     shuffle_pages: bool = False
     backend: str = "auto"           # "auto" | "host" | "cuda"
     transport: str = "auto"         # "auto" | "pinned" | "device": between ranks on cuda
-    layers: int | None = None       # bench a random model of that many real layers
+    weights: str = "file"           # "file" | "random": of the released model `shape`, made here
+    shape: str | None = None        # a name of engine.release.SHAPES
+    layers: int | None = None       # the first so many layers of it; None: all
+    drop_page_cache: bool = False   # the system forgets a checkpoint's pages once they are read
 
     def replaced(self, **values):
         """A copy with some values changed."""
@@ -82,112 +93,24 @@ class HelpWanted(Exception):
 # --- argv ---------------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UsageError(message.replace("argument ", "", 1), LISTING)
-
-
-def _parser():
-    p = _Parser(prog="python -m engine", allow_abbrev=False, add_help=False,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-                usage="mpirun -np RANKS python -m engine [plan | bench] [options]",
-                description="Answers prompts from the command line, or line by line from "
-                            "standard input.\n\n"
-                            "  plan   print what every rank needs, before anything is allocated\n"
-                            "  bench  measure prefill and decode")
-    p.add_argument("command", nargs="?", help=argparse.SUPPRESS)
-    g = p.add_argument_group("prompt and reply")
-    g.add_argument("--prompt", metavar="TEXT", help="one reply to TEXT; - reads standard input")
-    g.add_argument("--prompt-ids", metavar="IDS", help="token ids: 5,17,... or @FILE")
-    g.add_argument("--system", metavar="TEXT", help="system message")
-    g.add_argument("--effort", metavar="low|high|max", help="reasoning effort, where the "
-                   "model's template has it")
-    g.add_argument("--max-tokens", metavar="N", help="tokens a reply (default: what the context "
-                   "leaves)")
-    g.add_argument("--temperature", metavar="T", help="0 is greedy (default: the model's own)")
-    g.add_argument("--top-p", metavar="P", help="nucleus, 0 to 1 (default: the model's own)")
-    g.add_argument("--seed", metavar="N", help="seed of sampled replies (default 0)")
-    g.add_argument("--print-ids", action="store_true", help="print token ids instead of text")
-    g.add_argument("--json", action="store_true", help="print one JSON object a reply")
-    g = p.add_argument_group("model and memory")
-    g.add_argument("--model", metavar="PATH", help="model folder (default: the embedded model)")
-    g.add_argument("--context", metavar="N", help="tokens a conversation can hold (default: the "
-                   "model's window)")
-    g.add_argument("--parallel", metavar="N", help="conversations at a time (default 4)")
-    g.add_argument("--pages", metavar="N", help="pages of the pool (default: parallel x context)")
-    g.add_argument("--page-rows", metavar="N", help="rows a page: 64, 128, 256 or 512 (default 64)")
-    g.add_argument("--placement", metavar="striped|owner", help="where a conversation's pages go "
-                   "(default striped)")
-    g.add_argument("--replicate", metavar="R", help="keep the first R tokens on every rank "
-                   "(striped; default 0)")
-    g.add_argument("--split", metavar="on|off", help="spread the KV over the ranks (default on)")
-    g.add_argument("--kv-dtype", metavar="bf16|float32", help="type of the KV (default bf16)")
-    g.add_argument("--chunk", metavar="N", help="prompt tokens a prefill chunk (default 2048)")
-    g.add_argument("--backend", metavar="auto|host|cuda", help="where it computes (default auto)")
-    g.add_argument("--transport", metavar="auto|pinned|device", help="how device arrays cross the "
-                   "ranks (cuda; default auto: the faster)")
-    g.add_argument("--layers", metavar="N", help="bench: N layers of GLM-5.3-Flash with random "
-                   "weights, no files (cuda)")
-    g = p.add_argument_group("checks")
-    g.add_argument("--poison", action="store_true", help="fill fresh pages with NaN")
-    g.add_argument("--shuffle-pages", action="store_true", help="hand pages out in mixed order")
-    g.add_argument("-h", "--help", action="store_true", help="print this and stop")
-    return p
-
-
 def parse(argv):
     """argv (without the program) -> Config. UsageError, RequestError (empty prompt), HelpWanted."""
-    parser = _parser()
-    given, unknown = parser.parse_known_args(_join_values(parser, argv))
+    parser = make_parser()
+    given, unknown = parser.parse_known_args(join_values(parser, argv))
     if given.help:
         raise HelpWanted(parser.format_help())
     if unknown:
-        raise _unknown_option(parser, unknown[0])
+        raise unknown_option(parser, unknown[0])
     if given.command is not None and given.command not in COMMANDS:
         raise UsageError(f"{given.command!r} is not a command",
-                         _nearest(given.command, COMMANDS) or
+                         nearest(given.command, COMMANDS) or
                          f"commands: {', '.join(COMMANDS)}; a prompt needs --prompt")
     config = _checked(given)
     _refuse_contradictions(config)
+    _refuse_half_random(config, given.model)
+    if config.weights == "random" and not config.json:
+        return config.replaced(print_ids=True)      # there is no text to print
     return config
-
-
-def _join_values(parser, argv):
-    """`--option value` -> `--option=value`, so that a value may begin with a dash.
-
-    A value that is itself an option of ours stays apart: the value was forgotten.
-    """
-    actions = {name: a for a in parser._actions for name in a.option_strings}
-    joined, rest = [], list(argv)
-    while rest:
-        word = rest.pop(0)
-        takes_value = word in actions and actions[word].nargs is None
-        if takes_value and rest and rest[0].split("=", 1)[0] not in actions:
-            word += "=" + rest.pop(0)
-        if word.endswith("=--") and word[:-3] in actions:   # argparse loses this one value
-            raise UsageError(f"{word[:-3]}: -- is not a value", LISTING)
-        joined.append(word)
-    return joined
-
-
-def _unknown_option(parser, word):
-    name = word.split("=", 1)[0]
-    options = [s for a in parser._actions for s in a.option_strings]
-    what = "unknown option" if name.startswith("-") else "unexpected argument"
-    return UsageError(f"{what} {_shown(name)}",
-                      _nearest(name.replace("_", "-"), options) or LISTING)
-
-
-def _nearest(word, known):
-    """A hint naming the closest known word, "" where none is close."""
-    match = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {match[0]}?" if match else ""
-
-
-def _shown(text, limit=60):
-    """User text for a message: one line, escaped, not endless."""
-    text = text.encode("unicode_escape", "backslashreplace").decode("ascii")
-    return text if len(text) <= limit else text[:limit] + "..."
 
 
 # --- values -------------------------------------------------------------------------------------
@@ -199,19 +122,21 @@ def _checked(given):
               if value is not None and name in known}
     choices = {"effort": ("low", "high", "max"), "kv_dtype": ("bf16", "float32"),
                "placement": ("striped", "owner"), "split": ("on", "off"),
-               "backend": ("auto", "host", "cuda"), "transport": ("auto", "pinned", "device")}
+               "backend": ("auto", "host", "cuda"), "weights": ("file", "random"),
+               "transport": ("auto", "pinned", "device")}
     counts = {"max_tokens": 1, "pages": 1, "context": 2, "parallel": 1, "chunk": 1,
-              "replicate": 0, "page_rows": 1, "seed": 0, "layers": 1}
+              "replicate": 0, "page_rows": 1, "seed": 0, "layers": 1, "queue": 1, "round_ms": 1,
+              "drain": 0, "port": 0}
     for name in values:
         option = "--" + name.replace("_", "-")
         if name in choices:
-            values[name] = _choice(option, values[name], choices[name])
+            values[name] = choice(option, values[name], choices[name])
         elif name in counts:
-            most = 2 ** 64 - 1 if name == "seed" else 2 ** 31 - 1
-            values[name] = _count(option, values[name], counts[name], most)
+            most = {"seed": 2 ** 64 - 1, "port": 65535}.get(name, 2 ** 31 - 1)
+            values[name] = count(option, values[name], counts[name], most)
         elif name in ("temperature", "top_p"):
-            values[name] = _real(option, values[name], 1.0 if name == "top_p" else math.inf)
-        elif name in ("prompt", "system", "model"):
+            values[name] = real(option, values[name], 1.0 if name == "top_p" else math.inf)
+        elif name in ("prompt", "system", "model", "host", "api_key", "served_name"):
             _refuse_invalid_utf8(option, values[name])
     if "split" in values:
         values["split"] = values["split"] == "on"
@@ -222,32 +147,8 @@ def _checked(given):
         values["prompt_ids"] = parse_ids(ids, "--prompt-ids")
     if values.get("prompt") is not None:
         _refuse_empty(values["prompt"], "--prompt")
+    values.setdefault("api_key", os.environ.get("SPARKGRID_API_KEY") or None)
     return Config(**values)
-
-
-def _choice(option, value, allowed):
-    if value not in allowed:
-        raise UsageError(f"{option} {_shown(value)!r}: not one of {', '.join(allowed)}",
-                         _nearest(value, allowed) or f"{option} {allowed[0]}")
-    return value
-
-
-def _count(option, value, least, most):
-    if not re.fullmatch(r"[0-9]{1,20}", value) or not least <= int(value) <= most:
-        raise UsageError(f"{option} {_shown(value)!r}: not a whole number from {least} "
-                         f"to {most}", f"{option} {max(least, 1)}")
-    return int(value)
-
-
-def _real(option, value, most):
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not (0.0 <= number <= most and math.isfinite(number)):
-        limit = f"from 0 to {most:g}" if most < math.inf else "of 0 or more"
-        raise UsageError(f"{option} {_shown(value)!r}: not a number {limit}", f"{option} 0.95")
-    return number
 
 
 def _refuse_invalid_utf8(option, text):
@@ -272,11 +173,17 @@ def _refuse_contradictions(c):
     if (c.prompt_ids is not None or c.ids_file is not None) and (c.system or c.effort):
         raise UsageError("--system and --effort shape a chat, --prompt-ids is taken as it is",
                          "leave them out, or give --prompt")
+    if c.serve and c.command != "bench":
+        raise UsageError("--serve belongs to bench; without a command the engine serves anyway",
+                         "python -m engine bench --serve")
+    if c.api_key == "":
+        raise UsageError("--api-key is empty", "leave it out to need no key, or give one")
+    loopback = c.host in LOOPBACK or re.fullmatch(r"127(\.[0-9]{1,3}){3}", c.host)
+    if not loopback and c.api_key is None:
+        raise UsageError(f"--host {shown(c.host)} is open to other machines, and no key is set",
+                         "add --api-key KEY, or set SPARKGRID_API_KEY")
     if c.command and c.one_reply:
         raise UsageError(f"{c.command} takes no prompt", f"python -m engine {c.command}")
-    if c.layers and c.command != "bench":
-        raise UsageError("--layers makes a random model, which is for bench only",
-                         f"python -m engine bench --layers {c.layers}")
     if c.page_rows not in PAGE_ROWS:
         raise UsageError(f"--page-rows {c.page_rows}: not one of "
                          f"{', '.join(map(str, PAGE_ROWS))}", "--page-rows 64")
@@ -289,12 +196,31 @@ def _refuse_contradictions(c):
                          "conversation's pages all belong to one rank", "--placement striped")
 
 
+def _refuse_half_random(c, model):
+    """model: the folder of the command line, None where it names none."""
+    if c.weights == "file":
+        for option, value in (("--shape", c.shape), ("--layers", c.layers)):
+            if value is not None:
+                raise UsageError(f"{option} {shown(str(value))} is for weights that are made, not "
+                                 "read", "--weights random --shape glm-5.3-flash")
+        return
+    if model is not None:
+        raise UsageError(f"--weights random reads no files, --model {shown(model)} names some",
+                         "leave one of them out")
+    if c.shape is None:
+        raise UsageError("--weights random: of which model?",
+                         "--weights random --shape glm-5.3-flash --layers 4")
+    if not c.command and c.prompt_ids is None and c.ids_file is None:
+        raise UsageError("--weights random makes a model without a tokenizer: it reads and writes "
+                         "token ids only", "--prompt-ids 5,17,42, or bench, or plan")
+
+
 def parse_ids(text, source):
     """"5,17,..." (commas, spaces or newlines between) -> tuple of ids; `source` for the message."""
     ids = []
     for item in text.replace(",", " ").split():
         if not re.fullmatch(r"[0-9]{1,9}", item):
-            raise UsageError(f"{source}: item {len(ids) + 1} is {_shown(item)!r}, not a token id",
+            raise UsageError(f"{source}: item {len(ids) + 1} is {shown(item)!r}, not a token id",
                              "--prompt-ids 5,17,42")
         ids.append(int(item))
     if not ids:
@@ -319,7 +245,7 @@ def read_prompt(config, stdin):
             text = pathlib.Path(config.ids_file).read_bytes().decode("ascii", "replace")
         except (OSError, ValueError) as e:
             why = getattr(e, "strerror", None) or e
-            raise UsageError(f"--prompt-ids @{_shown(config.ids_file, 200)}: {why}",
+            raise UsageError(f"--prompt-ids @{shown(config.ids_file, 200)}: {why}",
                              "give the path of a file with ids: 5,17,...") from None
         ids = parse_ids(text, config.ids_file)
         return dataclasses.replace(config, prompt_ids=ids, ids_file=None)

@@ -11,7 +11,7 @@ contracted. `math.exp` of a float32 is the accurate one (fastmath stays off).
 
 Memory: an index counts elements of the array's own dtype from its first one, as if it were flat;
 the array is C-contiguous and 16-byte accesses need 16-byte alignment. Shared addresses are the
-uint32 of `shared_address`. Static shared memory ends at 48 KiB a block.
+uint32 of `shared_address`. Static shared memory ends at 48 KiB a block; `with_shared` gives more.
 """
 
 import math
@@ -35,6 +35,20 @@ def available():
         return cuda.is_available()
     except Exception:           # a broken driver raises whatever it likes: then there is none
         return False
+
+
+def with_shared(kernel, grid, threads, stream, size):
+    """kernel[grid, threads, stream] with `size` bytes of dynamic shared memory, past 48 KiB too."""
+    launch = kernel[grid, threads, stream, size]
+    launch.pre_launch_callbacks.append(_allow_shared)
+    return launch
+
+
+def _allow_shared(kernel, launch):
+    function, api = kernel._codelibrary.get_cufunc(), cuda.driver
+    attribute = api.binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    api.driver.cuKernelSetAttribute(attribute, launch.sharedmem, function.handle,
+                                    function.device.id)
 
 
 # ---- PTX as intrinsics -------------------------------------------------------------------------
@@ -107,6 +121,28 @@ def st128(typingctx, array, index, a, b, c, d):
 
 
 @intrinsic
+def ldg64(typingctx, array, index):
+    """8 bytes at array.flat[index] as two uint32; read only by all and streamed past L1."""
+    def build(context, builder, signature, args):
+        where = address(context, builder, signature.args[0], args[0], args[1])
+        words = ptx(builder, "ld.global.nc.L1::no_allocate.v2.u32 {$0,$1}, [$2];", "=r,=r,l",
+                    [ir.IntType(32)] * 2, [where], True)
+        return context.make_tuple(builder, signature.return_type, words)
+    return types.UniTuple(U32, 2)(array, I64), build
+
+
+@intrinsic
+def st64(typingctx, array, index, a, b):
+    """Store two uint32 at array.flat[index]."""
+    def build(context, builder, signature, args):
+        where = address(context, builder, signature.args[0], args[0], args[1])
+        ptx(builder, "st.global.v2.u32 [$0], {$1,$2};", "l,r,r", [], [where, args[2], args[3]],
+            True)
+        return context.get_dummy_value()
+    return types.void(array, I64, U32, U32), build
+
+
+@intrinsic
 def mma_bf16(typingctx, a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
     """mma.sync m16n8k16, BF16 pairs in uint32, float32 sums: D = A B + C.
 
@@ -139,6 +175,12 @@ def add_rn(typingctx, a, b):
 def mul_rn(typingctx, a, b):
     """a * b, rounded on its own whatever is done with it."""
     return _instruction(F32, [F32] * 2, "mul.rn.f32 $0, $1, $2;", "=f,f,f")
+
+
+@intrinsic
+def reciprocal(typingctx, x):
+    """1 / x by the hardware's approximation (1 ulp); a subnormal counts as 0."""
+    return _instruction(F32, [F32], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
 
 
 @cuda.jit(**INLINE)
@@ -209,16 +251,16 @@ def high(pair):
 def unpack_fp8(builder, word):
     """LLVM: i32 of four e4m3 -> [i32 of BF16 elements 0, 1; i32 of elements 2, 3], exactly.
 
-    The seven bits of exponent and mantissa moved under a BF16 exponent mean the value times
-    2^-120, subnormal or not; one BF16 multiplication by 2^120 is exact. The code 0x7F (NaN) would
-    read as 480: a loader refuses it.
+    Each half becomes the byte with its sign spread over the byte above, moved up by 4 bits: sign
+    and the seven bits of exponent and mantissa where BF16 has them, the rest masked away. Under a
+    BF16 exponent they mean the value times 2^-120, subnormal or not; one BF16 multiplication by
+    2^120 is exact. The code 0x7F (NaN) would read as 480: a loader refuses it.
     """
     i32 = ir.IntType(32)
     pairs = []
-    for selector in ("0x1404", "0x3424"):           # byte 0 and 1, or 2 and 3, on top of each half
+    for selector in ("0x9180", "0xB3A2"):           # bytes 0 and 1, or 2 and 3, signs above each
         raw, = ptx(builder, f"prmt.b32 $0, $1, 0, {selector};", "=r,r", [i32], [word])
-        size = builder.and_(builder.lshr(raw, i32(4)), i32(0x07F007F0))
-        bits = builder.or_(builder.and_(raw, i32(0x80008000)), size)
+        bits = builder.and_(builder.shl(raw, i32(4)), i32(0x87F087F0))
         pairs += ptx(builder, "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [i32], [bits, i32(0x7B807B80)])
     return pairs
 
@@ -255,6 +297,12 @@ def warp_sum(value):
     for step in (16, 8, 4, 2, 1):
         total = add_rn(total, cuda.shfl_xor_sync(FULL, total, step))
     return total
+
+
+@intrinsic
+def warp_top(typingctx, value):
+    """The largest int32 of the 32 lanes, on each."""
+    return _instruction(I32, [I32], "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", True)
 
 
 @cuda.jit(**INLINE)

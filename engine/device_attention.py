@@ -2,33 +2,33 @@
 them.
 
 The launches follow dsa.py and step.py: a row whose pages all lie here is attended here for the
-own heads; for the others, candidates and absorbed queries go to all ranks and partials come back,
-between two graphs (transport). A prompt chunk fetches history by tiles, as prefill.py does. Rows
-that this rank does not attend have seat -1 in `attended`, which every kernel passes over.
+own heads; for the others, absorbed queries go to all ranks while each scores its own pages, then
+candidates go to all and partials come back, each between two graphs (transport). A prompt chunk
+fetches its history (device_history). Rows that this rank does not attend have seat -1 in
+`attended`, which every kernel passes over.
 """
-
-from types import SimpleNamespace
 
 import numpy as np
 
 from engine.device import cuda
+from engine.device_graph import Crossing
+from engine.device_history import History, history_scratch_bytes
 from engine.gemm import gemm
 from engine.memory import FLOAT, window_pages
 from engine.model.norm import layer_norm_cuda, narrow_cuda, rms_norm_cuda
 from engine.pool.owner import STRIPED
-from engine.prefill import fetch_pages
-from engine.stages.attend_cuda import TILE, attend, finish, slots
+from engine.stages.attend_cuda import attend
 from engine.stages.insert import insert
-from engine.stages.merge import arrange, merge
-from engine.stages.project import combine
+from engine.stages.merge import merge, spans_at_most
+from engine.stages.project import combine, finish
 from engine.stages.score_cuda import BINS, NEAR, score
-from engine.transport import copy_heads
+from engine.transport import gather_heads, head_spans, scatter_heads, zero
 
 INDEX_NORM_EPS = 1e-6
 ALL_GROUPS = -1
-EVERY_TILE = np.iinfo(np.int32).max // TILE
 CHUNK_ROWS = 256        # rows of a prompt chunk that are attended at a time: bounds the partials
-SCORE_ROWS = 16         # rows whose scores of all pools are held at a time
+FEW_ROWS = 32           # more rows than a decode step has: stage 4 walks their lists in order
+SCORE_ROWS, SCORED = 16, 1 << 22        # rows scored at a time, at least; scores held, but for them
 
 
 class Attention:
@@ -46,8 +46,10 @@ class Attention:
         self.tail_k = [_zeros(tail) for _ in range(b)]
         self.tail_g = [_zeros(tail) for _ in range(b)]
         self.table = cuda.to_device(np.full((seats, window), -1, np.int32))
-        self.room = window * pools
+        self.room, self.window = window * pools, window * page_rows
+        self._sees = self.room          # pools that a row of this walk sees at most
         self.faults = _zeros(1, np.int32)
+        self.history, self.spans = History(self, config), head_spans(has.heads)
 
     # --- seats and rows -------------------------------------------------------------------------
 
@@ -66,12 +68,11 @@ class Attention:
             for page in pages.tolist():
                 array[page].copy_to_device(nan)
 
-    def load(self, rows, n):
-        """Say which of n decode rows this rank attends: striped all, owner its own."""
-        attended = self.model.send("attended", (n,), np.int32)
+    def attended(self, rows):
+        """The rows' seats, -1 where this rank does not attend: striped all, owner its own."""
         owners = self.pages.owners[rows.seats]
         mine = (owners < 0) | (owners == self.model.world.rank)
-        attended[:rows.count], attended[rows.count:] = np.where(mine, rows.seats, -1), -1
+        return np.where(mine, rows.seats, -1)
 
     def alone(self, rows):
         """Whether every row's pages all lie on this rank, as every rank knows."""
@@ -85,18 +86,36 @@ class Attention:
         alone: all pages of the rows lie here. rows: of a prompt chunk, None in a decode step.
         cut(host_work): where the host must act between kernels.
         """
-        m, take = self.model, self.model.buffers.take
-        seats = take("seats", n, dtype=np.int32)
-        index, weight, absorbed = self._insert(w, binding, x, n, seats)
-        merged = take("merged", n, m.own_heads, m.shape.kv_lora)
+        m, take, s = self.model, self.model.buffers.take, self.model.shape
+        seats, positions = (take(name, n, dtype=np.int32) for name in ("seats", "positions"))
+        shared = not alone and rows is None
+        self._sees = self.room if rows is None else max(1, (int(rows.positions[-1]) + 1)
+                                                        // s.index_kpool)
+        key, index_in, keyed = self._own_keys(w, x, n, seats, m.side.fork())
+        low, latent = self._down(w, x, n, seats)
+        if shared:      # queries leave first, and travel while the ranks score
+            queries = m.transport.buffer(m.buffers, "queries", n * self.heads[-1][1] * s.kv_lora)
+            parts = [_part(queries, n, s.kv_lora, *span) for span in self.heads]
+            absorbed = parts[m.world.rank].array
+            self._absorb(w, low, n, seats, absorbed, m.stream)
+            m.side.join(keyed)
+            wires = [part.wire for part in parts]
+            cut(m.world.repeated(([wires[m.world.rank]] * m.world.size, wires)), True)
+        else:
+            absorbed = take("absorbed", n, m.own_heads, s.kv_lora)
+            self._absorb(w, low, n, seats, absorbed, m.side.fork())
+            asked = m.side.mark()
+            m.side.join(keyed)
+        index, weight = self._insert(w, binding, low, latent, key, index_in, seats, positions)
+        merged = take("merged", n, m.own_heads, s.kv_lora)
         if alone:
             self._in_pieces(n, lambda piece: self._attend_here(
-                binding, index[piece], weight[piece], absorbed[piece], seats[piece],
-                take("positions", n, dtype=np.int32)[piece], merged[piece]))
-        elif rows is None:
-            self._attend_shared(binding, index, weight, absorbed, seats, merged, cut)
+                binding, index[piece], weight[piece], absorbed[piece], asked, seats[piece],
+                positions[piece], merged[piece]))
+        elif shared:
+            self._attend_shared(binding, index, weight, queries.array, positions, merged, cut)
         else:
-            self._attend_history(binding, index, weight, absorbed, rows, merged)
+            self.history.attend(binding, index, weight, absorbed, rows, merged)
         self._project(w, merged, seats, y)
 
     @staticmethod
@@ -104,189 +123,173 @@ class Attention:
         for first in range(0, n, CHUNK_ROWS):
             work(slice(first, min(first + CHUNK_ROWS, n)))
 
-    def _insert(self, w, binding, x, n, seats):
-        """Stage 1; returns indexer queries, head weights and absorbed queries."""
-        m, s, stream = self.model, self.model.shape, self.model.stream
-        take, d = m.buffers.take, s.index_dim
-        positions = take("positions", n, dtype=np.int32)
+    def _own_keys(self, w, x, n, seats, stream):
+        """The rows' raw keys [n, d] after their norm, what they come from (key, gate, head weights:
+        [n, 2 d + index heads]), and the mark of both on the side stream."""
+        m, d, take = self.model, self.model.shape.index_dim, self.model.buffers.take
+        index_in, key = take("index in", n, 2 * d + m.shape.index_heads), take("key", n, d)
+        gemm(x, w.index_in.w, index_in, stream, w.index_in.scales)
+        layer_norm_cuda(index_in, 0, w.k_norm_w, w.k_norm_b, INDEX_NORM_EPS, seats, key, 0, stream)
+        return key, index_in, m.side.mark()
+
+    def _down(self, w, x, n, seats):
+        """What queries are made of, [n, q_lora] BF16, and the latent rows [n, kv_lora] float32."""
+        s, take, stream = self.model.shape, self.model.buffers.take, self.model.stream
         down = take("down", n, s.q_lora + s.kv_lora)
         gemm(x, w.down.w, down, stream, w.down.scales)
         low, latent = take("q low", n, s.q_lora, dtype=np.uint16), take("latent", n, s.kv_lora)
         rms_norm_cuda(down, 0, w.q_norm, s.eps, seats, low, 0, stream)
         rms_norm_cuda(down, s.q_lora, w.kv_norm, s.eps, seats, latent, 0, stream)
-        index_in = take("index in", n, 2 * d + s.index_heads)
-        gemm(x, w.index_in.w, index_in, stream, w.index_in.scales)
-        key = take("key", n, d)
-        layer_norm_cuda(index_in, 0, w.k_norm_w, w.k_norm_b, INDEX_NORM_EPS, seats, key, 0, stream)
+        return low, latent
+
+    def _absorb(self, w, low, n, seats, absorbed, stream):
+        """absorbed [n, own heads, kv_lora] = the own heads' queries against latent rows."""
+        s, take, h = self.model.shape, self.model.buffers.take, self.model.own_heads
+        if not h:
+            return
+        query, bits = take("query", n, h * s.qk_nope), take("q bits", n, h * s.qk_nope,
+                                                            dtype=np.uint16)
+        gemm(low, w.q_up.w, query, stream, w.q_up.scales)
+        narrow_cuda(query, 0, seats, bits, stream)
+        gemm(bits.reshape(n, h, s.qk_nope), w.key_up.w, absorbed, stream, w.key_up.scales)
+
+    def _insert(self, w, binding, low, latent, key, index_in, seats, positions):
+        """Stage 1; returns indexer queries [n, index heads, d] and head weights."""
+        m, s, n, d = self.model, self.model.shape, len(low), self.model.shape.index_dim
+        index = m.buffers.take("index q", n, s.index_heads * d)
+        gemm(low, w.index_q.w, index, m.stream, w.index_q.scales)
         insert(latent, key, index_in[:, d:2 * d], w.ape, seats, positions, self.table,
                self.latents[binding], self.keys[binding], self.tail_k[binding],
-               self.tail_g[binding], stream)
-        index = take("index q", n, s.index_heads * d)
-        gemm(low, w.index_q.w, index, stream, w.index_q.scales)
-        h = m.own_heads
-        absorbed = take("absorbed", n, h, s.kv_lora)
-        if h:
-            query, bits = take("query", n, h * s.qk_nope), take("q bits", n, h * s.qk_nope,
-                                                                dtype=np.uint16)
-            gemm(low, w.q_up.w, query, stream, w.q_up.scales)
-            narrow_cuda(query, 0, seats, bits, stream)
-            gemm(bits.reshape(n, h, s.qk_nope), w.key_up.w, absorbed, stream, w.key_up.scales)
+               self.tail_g[binding], m.stream)
         # without index_heads^-0.5: a positive factor of all scores orders nothing
-        return index.reshape(n, s.index_heads, d), index_in[:, 2 * d:], absorbed
+        return index.reshape(n, s.index_heads, d), index_in[:, 2 * d:]
 
-    def _attend_here(self, binding, index, weight, absorbed, seats, positions, merged):
-        """Stages 2 to 4 and the merge over pages of this rank, for its own heads."""
-        m, n, world, stream = self.model, len(seats), self.model.world.size, self.model.stream
-        take = m.buffers.take
-        scores, pools, counts = self._score(binding, index, weight, seats, positions, ALL_GROUPS)
-        lists, lengths = self._lists(scores.reshape(1, *scores.shape),
-                                     pools.reshape(1, *pools.shape),
-                                     counts.reshape(1, *counts.shape), seats, positions)
-        if not m.own_heads:
-            return
-        out, lse = self._partials(binding, absorbed, lists, lengths, seats, 0, world)
-        combine(out, lse, merged, take("merged lse", n, m.own_heads), stream)
+    def _attend_here(self, binding, index, weight, absorbed, asked, seats, positions, merged):
+        """Stages 2 to 4 and the merge over pages of this rank, for its own heads; asked: the mark
+        of the absorbed queries."""
+        m, n, world = self.model, len(seats), self.model.world.size
+        found = self.best_pools(binding, index, weight, seats, positions, ALL_GROUPS)
+        lists = self.lists(*(a.reshape(1, *a.shape) for a in found), seats, positions, 0, world)
+        m.side.join(asked)
+        if m.own_heads:
+            self._attend(binding, absorbed, lists, seats, merged,
+                         m.buffers.take("merged lse", n, m.own_heads))
 
-    def _attend_shared(self, binding, index, weight, absorbed, seats, merged, cut):
-        """Stages 2 to 4 across the ranks for decode rows, in two exchanges (see step.py)."""
-        m, world, stream = self.model, self.model.world, self.model.stream
-        take, (n, own, width) = m.buffers.take, absorbed.shape
-        heads, striped = self.heads[-1][1], self.placement == STRIPED
-        positions = take("positions", n, dtype=np.int32)
+    def _attend_shared(self, binding, index, weight, queries, positions, merged, cut):
+        """Stages 2 to 4 across the ranks for decode rows (see step.py).
+
+        queries: flat, rank by rank; those of the other ranks arrive while this one scores.
+        """
+        m, world, stream, take = self.model, self.model.world, self.model.stream, \
+            self.model.buffers.take
+        rank, (n, own, width), heads = world.rank, merged.shape, self.heads[-1][1]
         attended = take("attended", n, dtype=np.int32)
 
-        # --- candidates (striped) and queries to all
-        found = self._score(binding, index, weight, attended, positions,
-                            world.rank if striped else ALL_GROUPS)
-        theirs = [take(f"queries of {r}", n, b - a, width) for r, (a, b) in enumerate(self.heads)]
-        pairs = [([absorbed] * world.size, theirs)]
-        lists = [a.reshape(1, *a.shape) for a in found]
+        # --- candidates of the own pages, to all where pages are striped
+        striped = self.placement == STRIPED
         if striped:
-            lists = [take(f"all candidates {i}", world.size, *a.shape, dtype=a.dtype)
-                     for i, a in enumerate(found)]
-            pairs += [([a] * world.size, [b[r] for r in range(world.size)])
-                      for a, b in zip(found, lists)]
-        m.transport.exchange(m.buffers, "queries", pairs, cut)
-        query = take("all queries", n, heads, width)
-        for part, (a, b) in zip(theirs, self.heads):
-            copy_heads(part, 0, query, a, b - a, stream)
+            keep = m.shape.pools_kept
+            block = m.transport.buffer(m.buffers, "candidates", world.size * n * (2 * keep + 1),
+                                       dtype=np.int32)
+            self.best_pools(binding, index, weight, attended, positions, rank,
+                            into=[a[rank] for a in _apart(block.array, world.size, n, keep)])
+            wires = [[a[r] for r in range(world.size)]
+                     for a in _apart(block.wire, world.size, n, keep)]
+            cut(world.repeated(*(([a[rank]] * world.size, a) for a in wires)))
+        else:
+            found = [a.reshape(1, *a.shape) for a in self.best_pools(
+                binding, index, weight, attended, positions, ALL_GROUPS)]
+            cut(_nothing)       # the queries have come
 
         # --- partials of all heads over the rows held here
-        lists, lengths = self._lists(*lists, attended, positions)
-        out, lse = self._partials(binding, query, lists, lengths, attended,
-                                  *((world.rank, 1) if striped else (0, world.size)))
+        query = take("all queries", n, heads, width)
+        gather_heads(queries, self.spans, query, m.side.fork())
+        asked = m.side.mark()
         if striped:
-            out, lse = out.reshape(n, heads, width), lse.reshape(n, heads)
-        else:
-            groups = out, lse
-            out, lse = take("own out", n, heads, width), take("own lse", n, heads)
-            combine(*groups, out, lse, stream)
+            block = m.transport.here(m.buffers, "candidates here", block, stream)
+            found = _apart(block, world.size, n, keep)
+        lists = self.lists(*found, attended, positions,
+                           *((rank, 1) if striped else (0, world.size)))
+        m.side.join(asked)
+        out, lse = take("own out", n, heads, width), take("own lse", n, heads)
+        self._attend(binding, query, lists, attended, out, lse)
 
         # --- partials back to the owners of the heads
-        lse = lse.reshape(n, heads, 1)
-        sent = [[take(f"{name} for {r}", n, b - a, wide) for r, (a, b) in enumerate(self.heads)]
-                for name, wide in (("partials", width), ("lse", 1))]
-        for whole, parts in zip((out, lse), sent):
-            for part, (a, b) in zip(parts, self.heads):
-                copy_heads(whole, a, part, 0, b - a, stream)
-        back = take("outs", world.size, n, own, width), take("lses", world.size, n, own, 1)
-        m.transport.exchange(m.buffers, "partials", [
-            (parts, [to[r] for r in range(world.size)]) for parts, to in zip(sent, back)], cut)
+        pairs, back = [], m.transport.buffer(m.buffers, "partials back",
+                                             world.size * n * own * (width + 1))
+        came = zip(*(_back(flat, world.size, n, own, width) for flat in back))
+        for name, whole, (array, wire) in zip(("partials", "lse"),
+                                              (out, lse.reshape(n, heads, 1)), came):
+            wide = whole.shape[2]
+            sent = m.transport.buffer(m.buffers, f"{name} sent", n * heads * wide)
+            scatter_heads(whole, self.spans, self.heads[rank][0], array[rank], sent.array, stream)
+            outgoing = [_part(sent, n, wide, *span).wire for span in self.heads]
+            incoming = [wire[r] for r in range(world.size)]
+            outgoing[rank] = incoming[rank]     # it is there already
+            pairs.append((outgoing, incoming))
+        cut(world.repeated(*pairs))
         if own:
-            combine(back[0], back[1].reshape(world.size, n, own), merged,
-                    take("merged lse", n, own), stream)
+            out, lse = _back(m.transport.here(m.buffers, "partials here", back, stream),
+                             world.size, n, own, width)
+            combine(out, lse.reshape(world.size, n, own), merged, take("merged lse", n, own),
+                    stream)
 
-    def _attend_history(self, binding, index, weight, absorbed, rows, merged):
-        """Stages 2 to 4 of a prompt chunk whose history lies on several ranks (see prefill.py)."""
-        m, s, world, stream = self.model, self.model.shape, self.model.world, self.model.stream
-        take, (n, own, width) = m.buffers.take, absorbed.shape
-        seat, last = int(rows.seats[0]), int(rows.positions[-1])
-        positions = take("positions", n, dtype=np.int32)
-        here = take("here", n, dtype=np.int32)          # the scratch tables have one row
-        here.copy_to_device(np.zeros(n, np.int32))
+    def best_pools(self, binding, index, weight, seats, positions, group, keys=None, table=None,
+                   into=None):
+        """Stage 2 over pages k with k % W == group, or all: (scores, pools, counts).
 
-        # --- all pooled keys, once, and the lists
-        pages = np.arange(last // self.page_rows + 1)
-        keys, table = self._scratch(self.keys[binding], "keys", seat, pages)
-        found = self._score(binding, index, weight, here, positions, ALL_GROUPS, keys, table)
-        lists, lengths = self._lists(*(a.reshape(1, *a.shape) for a in found), here, positions)
-        order = take("order", n, s.list_width, dtype=np.int32)
-        starts = take("starts", n, world.size + 1, dtype=np.int32)
-        arrange(lists, lengths, here, self.page_rows, world.size, 0, order, starts, stream)
-
-        # --- tile by tile; a rank without heads fetches with the others all the same
-        parts = (take("part out", 2 * world.size, n, own, width),
-                 take("part top", 2 * world.size, n, own),
-                 take("part mass", 2 * world.size, n, own))
-        for tile in range(last // TILE + 1):
-            first = tile * TILE // self.page_rows
-            pages = np.arange(first, min((tile + 1) * TILE - 1, last) // self.page_rows + 1)
-            latents, table = self._scratch(self.latents[binding], "tile", seat, pages)
-            if own:
-                attend(absorbed, order, starts, here, table, latents, s.qk_nope ** -0.5, first,
-                       tile, tile + 1, True, *parts, stream)
-        if own:
-            out, lse = take("partial", world.size, n, own, width), take("lse", world.size, n, own)
-            finish(*parts, starts, here, True, out, lse, stream)
-            combine(out, lse, merged, take("merged lse", n, own), stream)
-
-    def _scratch(self, array, name, seat, pages):
-        """One seat's logical pages from all ranks, on this device, and their table [1, pages]."""
-        m, take = self.model, self.model.buffers.take
-        m.stream.synchronize()
-        whole = fetch_pages(SimpleNamespace(world=m.world, table=self.pages), _OnDevice(array),
-                            seat, pages)
-        held = take(name, *whole.shape, dtype=whole.dtype)
-        held.copy_to_device(whole)
-        table = take(f"{name} table", 1, len(pages), dtype=np.int32)
-        table.copy_to_device(np.arange(len(pages), dtype=np.int32)[None])
-        return held, table
-
-    def _score(self, binding, index, weight, seats, positions, group, keys=None, table=None):
+        keys, table: pooled keys and page table in place of this rank's own. into: the three
+        arrays to write.
+        """
         m, s, take = self.model, self.model.shape, self.model.buffers.take
         n, keep = len(seats), s.pools_kept
-        batch = min(n, SCORE_ROWS)
-        scores, pools = take("scores", n, keep), take("pools", n, keep, dtype=np.int32)
-        counts = take("counts", n, dtype=np.int32)
+        batch = min(n, _scored_rows(self._sees))
+        scores, pools, counts = into or (take("scores", n, keep), take("pools", n, keep,
+                                         dtype=np.int32), take("counts", n, dtype=np.int32))
         score(index, weight, seats, positions, self.table if table is None else table,
               self.keys[binding] if keys is None else keys, s.index_kpool, group, m.world.size,
-              take("found", batch, self.room), take("bins", batch, BINS, dtype=np.int32),
-              take("near", batch, NEAR, dtype=np.int32), take("fill", batch, dtype=np.int32),
+              take("found", batch, self._sees), take("bins", batch, BINS, dtype=np.int32),
+              take("near", batch, NEAR, dtype=np.int32), take("fill", batch, 2, dtype=np.int32),
               self.faults, scores, pools, counts, m.stream)
         return scores, pools, counts
 
-    def _lists(self, scores, pools, counts, seats, positions):
+    def lists(self, scores, pools, counts, seats, positions, first_group, groups, table=None):
+        """Stage 3 of candidates [lists, n, ...] -> what stage 4 reads of page groups first_group ..
+        first_group + groups - 1: (order, spans, starts). table: in place of this rank's own."""
         m, s, take = self.model, self.model.shape, self.model.buffers.take
-        n = len(seats)
-        lists = take("lists", n, s.list_width, dtype=np.int32)
-        lengths = take("lengths", n, dtype=np.int32)
-        merge(scores, pools, counts, seats, positions, s.index_kpool, lists, lengths, m.stream)
-        return lists, lengths
-
-    def _partials(self, binding, query, lists, lengths, seats, first_group, groups):
-        """Stage 4: out [G, n, heads, kv_lora], lse [G, n, heads], groups from first_group on."""
-        m, s, take = self.model, self.model.shape, self.model.buffers.take
-        n, heads, width = query.shape
+        n, many = len(seats), spans_at_most(s.list_width, groups, self.window)
         order = take("order", n, s.list_width, dtype=np.int32)
+        spans = take("spans", n, many + 1, dtype=np.int32)
         starts = take("starts", n, groups + 1, dtype=np.int32)
-        arrange(lists, lengths, seats, self.page_rows, m.world.size, first_group, order, starts,
-                m.stream)
-        chain = n > 32
-        many = 2 * groups if chain else slots(s.list_width, groups)
-        parts = (take("part out", many, n, heads, width), take("part top", many, n, heads),
-                 take("part mass", many, n, heads))
-        attend(query, order, starts, seats, self.table, self.latents[binding], s.qk_nope ** -0.5, 0,
-               0, EVERY_TILE, chain, *parts, m.stream)
-        out, lse = take("partial", groups, n, heads, width), take("lse", groups, n, heads)
-        finish(*parts, starts, seats, chain, out, lse, m.stream)
-        return out, lse
+        merge(scores, pools, counts, seats, positions, self.table if table is None else table,
+              self.page_rows, s.index_kpool, m.world.size, first_group, order, spans, starts,
+              m.stream)
+        return order, spans, starts
+
+    def _attend(self, binding, query, lists, seats, merged, lse):
+        """Stage 4, groups merged: merged [n, heads, kv_lora], lse [n, heads]."""
+        m, take, (order, spans, starts) = self.model, self.model.buffers.take, lists
+        (n, heads, width), groups = query.shape, starts.shape[1] - 1
+        chain = n > FEW_ROWS
+        many = groups if chain else spans.shape[1] - 1
+        mass = take("part mass", many, n, heads)
+        if chain and groups == 1:       # one group is merged as it is
+            out, top = merged.reshape(1, n, heads, width), lse.reshape(1, n, heads)
+        else:
+            out, top = take("part out", many, n, heads, width), take("part top", many, n, heads)
+        attend(query, order, spans, starts, seats, self.latents[binding], m.shape.qk_nope ** -0.5,
+               0, 0, chain, out, top, mass, m.stream)
+        if not chain:
+            finish(out, top, mass, starts, seats, merged, lse, m.stream)
+        elif groups > 1:
+            combine(out, top, merged, lse, m.stream)
 
     def _project(self, w, merged, seats, y):
         """Stage 5: values and output of the own heads."""
         m, s, stream = self.model, self.model.shape, self.model.stream
         take, (n, h, r) = m.buffers.take, merged.shape
         if not h:
-            return cuda.driver.device_memset(y, 0, y.nbytes, stream)
+            return zero(y, stream)
         bits = take("merged bits", n, h * r, dtype=np.uint16)
         narrow_cuda(merged.reshape(n, h * r), 0, seats, bits, stream)
         values = take("values", n, h, s.v_head)
@@ -296,38 +299,57 @@ class Attention:
         gemm(out, w.out.w, y, stream, w.out.scales)
 
 
+def _part(crossing, n, width, start, stop):
+    """The part [n, stop - start, width] of heads start .. stop - 1 in a flat Crossing of n rows,
+    rank by rank."""
+    a, b, shape = n * start * width, n * stop * width, (n, stop - start, width)
+    return Crossing(crossing.array[a:b].reshape(shape), crossing.wire[a:b].reshape(shape))
+
+
+def _apart(flat, world, n, keep):
+    """(scores, pools, counts) of all ranks' candidates, [W, n, ...], in a flat int32 array."""
+    size = world * n * keep
+    return (flat[:size].view(np.float32).reshape(world, n, keep),
+            flat[size:2 * size].reshape(world, n, keep), flat[2 * size:].reshape(world, n))
+
+
+def _back(flat, world, n, own, width):
+    """(partials [W, n, own heads, width], log-sum-exps [W, n, own heads, 1]) in a flat array."""
+    size = world * n * own * width
+    return (flat[:size].reshape(world, n, own, width), flat[size:].reshape(world, n, own, 1))
+
+
+def _scored_rows(pools):
+    """Rows of which all scores are held at a time, of `pools` each."""
+    return max(SCORE_ROWS, min(CHUNK_ROWS, SCORED // pools))
+
+
+def _nothing():
+    """Host work of a cut that only waits."""
+
+
 def device_scratch_bytes(config, shape, world):
-    """(name, bytes) of a rank's largest buffers on the device, those of a prompt chunk."""
+    """(name, bytes) of a rank's largest buffers on the device."""
     s, rows = shape, min(config.chunk, config.context)
     heads, pieces = -(-s.heads // world), min(rows, CHUNK_ROWS)
     split = config.split and world > 1
-    attended = rows if split else pieces
-    partials = 2 * world * attended * heads * (s.kv_lora + 2)
-    pools = window_pages(config.context, config.page_rows) * config.page_rows // s.index_kpool
+    attended, few = rows if split else pieces, min(config.parallel, FEW_ROWS)
+    window = window_pages(config.context, config.page_rows) * config.page_rows
+    pools = window // s.index_kpool
+    spans = max(spans_at_most(s.list_width, world, window) * heads,
+                spans_at_most(s.list_width, 1, window) * s.heads * split)
     values = {
         "chunk: streams": rows * s.hidden * (s.hc_mult + 3),
         "chunk: KDA": rows * -(-s.kda_heads // world) * s.kda_dim * 10,
         "chunk: queries": rows * (s.index_heads * s.index_dim + 3 * heads * s.kv_lora),
         "chunk: lists": 2 * attended * s.list_width,
-        "chunk: partials": partials + world * attended * heads * (s.kv_lora + 2),
-        "chunk: scores": SCORE_ROWS * (pools + BINS + NEAR),
+        "chunk: partials": world * attended * heads * (s.kv_lora + 2),
+        "step: partials": few * spans * (s.kv_lora + 2),
+        "chunk: scores": max(SCORED, SCORE_ROWS * pools) + CHUNK_ROWS * (BINS + NEAR),
         "chunk: experts": rows * s.experts_per_token * (s.hidden + s.moe_intermediate // world),
-        "history": split * (TILE * s.kv_lora + pools * s.index_dim) // 2,
     }
-    return tuple((name, FLOAT * count) for name, count in values.items())
-
-
-class _OnDevice:
-    """Device pages as fetch_pages reads a host array."""
-
-    def __init__(self, array):
-        self._array, self.shape, self.dtype = array, array.shape, array.dtype
-
-    def __getitem__(self, pages):
-        found = np.empty((len(pages), *self.shape[1:]), self.dtype)
-        for row, page in zip(found, pages.tolist()):
-            self._array[page].copy_to_host(row)
-        return found
+    history = history_scratch_bytes(config, shape, world) if split else ()
+    return (*((name, FLOAT * count) for name, count in values.items()), *history)
 
 
 def _zeros(shape, dtype=np.float32):

@@ -6,24 +6,28 @@ steps are captured into graphs by batch bucket (device_graph), prompt chunks are
 directly. Rows past the real ones have seat -1 and are skipped by every kernel. A layer's parts
 cross the ranks between two graphs (transport) and are added up in rank order by the kernel that
 takes them in.
+
+A replayed step allocates nothing: the host writes tokens' embeddings, seats and positions into
+fixed pinned arrays, the graph takes them from there and leaves logits and faults in others. In a
+decode step chains of kernels that do not wait for each other run side by side (device_graph.Side).
 """
 
 import numpy as np
 
 from engine.device import cuda
 from engine.device_attention import Attention
-from engine.device_graph import Buffers, Walk
+from engine.device_graph import Buffers, Side, Walk
 from engine.errors import FaultError
 from engine.gemm import gemm
 from engine.gemm_experts import Space, experts
 from engine.model.dense import swiglu_cuda
-from engine.model.dots import parts
 from engine.model.embed import embed_cuda
-from engine.model.hyper import hyper_end_cuda, hyper_in_cuda, hyper_out_cuda
-from engine.model.kda_cuda import finish_cuda, prepare_cuda, recur_cuda
-from engine.model.moe import route_cuda
-from engine.model.norm import narrow_cuda, rms_norm_cuda
-from engine.transport import choose
+from engine.model.hyper_cuda import SUMS, hyper_first_cuda, hyper_out_cuda, parts
+from engine.model.kda_cuda import kda_cuda
+from engine.model.mix_cuda import hyper_end_cuda, hyper_in_cuda
+from engine.model.moe import choose_cuda
+from engine.model.thirds import THIRDS
+from engine.transport import choose, copy, sum_parts, zero
 
 BUCKETS = (1, 2, 4, 8, 16, 32)      # rows of a captured decode step
 
@@ -38,6 +42,8 @@ class DeviceModel:
         self.world, self.shape, self.weights = world, shape, weights
         self.vocab, part, seats = has.vocab, has.own, config.parallel
         self.stream = cuda.stream()
+        self._sides = Side(self.stream, cuda.stream()), Side(self.stream, self.stream)
+        self.side = None            # of a decode step, of a prompt chunk
         self._spaces = {}           # buffers of the chunks, and of each captured step
         self.buffers = None         # those in use
         self.own_heads = part.heads[1] - part.heads[0]
@@ -47,8 +53,8 @@ class DeviceModel:
         self.kda = [_zeros((seats, kda, d, d)) for _ in range(layers)]
         self.conv = [_zeros((seats, shape.conv - 1, 3 * kda * d)) for _ in range(layers)]
         self.attention = Attention(self, has, config)
-        self.transport = choose(config.transport, world, self.stream, Buffers())
-        self._walks, self._outgoing = {}, {}
+        self.transport = choose(config.transport, world)
+        self._walks = {}
 
     # --- what the engine asks for ---------------------------------------------------------------
 
@@ -59,13 +65,16 @@ class DeviceModel:
         self.attention.clear(seat)
 
     def decode(self, rows):
-        """Logits [n, vocab] float32 of n decode rows on rank 0, None elsewhere."""
+        """Logits [n, vocab] float32 of n decode rows on rank 0, None elsewhere.
+
+        They are a view of a buffer: the next step overwrites it.
+        """
         n = rows.count
         bucket = next((b for b in BUCKETS if b >= n), n)
         alone = self.attention.alone(rows)
         key = bucket, alone
-        self.buffers = self._spaces.setdefault(key, Buffers())
-        self._load(rows, bucket)
+        self.buffers, self.side = self._spaces.setdefault(key, Buffers()), self._sides[0]
+        self._fill(rows, bucket)
         if key not in self._walks:      # the first time: compiles, sizes the buffers
             self._walks[key] = Walk(self.stream, lambda cut: self._decode(bucket, alone, cut))
             self._walks[key].run()
@@ -74,190 +83,192 @@ class DeviceModel:
                 self.buffers.fixed = True
                 self._walks[key].capture()
             self._walks[key].replay()
+        self._check_faults()
         return self._logits(n, bucket)
 
     def prefill(self, rows, wanted):
-        """A prompt chunk; logits [1, vocab] of its last row on rank 0 where wanted."""
+        """A prompt chunk; logits [1, vocab] of its last row on rank 0 where wanted, as `decode`."""
         m = rows.count
-        self.buffers = self._spaces.setdefault("chunks", Buffers())
-        self._load(rows, m)
+        self.buffers, self.side = self._spaces.setdefault("chunks", Buffers()), self._sides[1]
+        self._fill(rows, m)
 
-        def cut(host_work):
+        def cut(host_work, beside=False):
             self.stream.synchronize()
             host_work()
         streams = self._layers(m, self.attention.alone(rows), cut, rows)
-        if not wanted:
-            return self.finish()
-        pick = self.buffers.take("pick", 1, dtype=np.int32)
-        pick.copy_to_device(np.array([m - 1], np.int32), stream=self.stream)
-        self._head(streams, pick, 1)
-        return self._logits(1, 1)
+        if wanted:
+            pick = self.buffers.take("pick", 1, dtype=np.int32)
+            pick.copy_to_device(np.array([m - 1], np.int32), stream=self.stream)
+            self._head(streams, pick, 1)
+        self._fetch_faults()
+        self.stream.synchronize()
+        self._check_faults()
+        return self._logits(1, 1) if wanted else None
 
     # --- the walk -------------------------------------------------------------------------------
 
-    def _load(self, rows, n):
-        """Send n rows' embeddings, seats and positions to the device, padded with seat -1."""
+    def _fill(self, rows, n):
+        """Write n rows' embeddings, seats and positions where the walk takes them from; padding
+        has seat -1."""
         have, table = rows.count, self.weights.embed
-        embedded = self.send("embedded", (n, table.shape[1]), table.dtype)
-        seats = self.send("seats", (n,), np.int32)
-        positions = self.send("positions", (n,), np.int32)
-        every = self.send("every", (n,), np.int32)
-        embedded[:have], embedded[have:] = table[rows.tokens], 0
+        embedded = self._embedded(n).wire
+        embedded[:have] = table[rows.tokens]
+        seats, positions, attended, every = self._given(n).wire
         seats[:have], seats[have:] = rows.seats, -1
         positions[:have], positions[have:] = rows.positions, 0
+        attended[:have], attended[have:] = self.attention.attended(rows), -1
         every[:] = np.arange(n)
-        self.attention.load(rows, n)
-        for name in ("embedded", "seats", "positions", "every", "attended"):
-            self.sent(name)
 
-    def send(self, name, shape, dtype):
-        """The pinned host array that `sent` copies to the buffer of that name."""
-        self._outgoing[name] = self.buffers.pinned(name, shape, dtype)
-        return self._outgoing[name]
+    def _embedded(self, n):
+        table = self.weights.embed
+        return self.buffers.crossing("embedded", (n, table.shape[1]), table.dtype, True)
 
-    def sent(self, name):
-        """Start the copy of what was filled in since `send`."""
-        host = self._outgoing[name]
-        device = self.buffers.take(name, *host.shape, dtype=host.dtype)
-        device.copy_to_device(host, stream=self.stream)
+    def _given(self, n):
+        return self.buffers.crossing("given", (4, n), np.int32, True)
 
     def _decode(self, n, alone, cut):
         streams = self._layers(n, alone, cut)
+        self._fetch_faults()
         self._head(streams, self.buffers.take("every", n, dtype=np.int32), n)
 
     def _layers(self, n, alone, cut, rows=None):
-        s, take, stream = self.shape, self.buffers.take, self.stream
+        s, take, stream, world = self.shape, self.buffers.take, self.stream, self.world
+        given = take("given here", 4, n, dtype=np.int32)
+        copy(self._given(n).array, given, stream)
+        for row, name in enumerate(("seats", "positions", "attended", "every")):
+            self.buffers.name(name, given[row])
         seats = take("seats", n, dtype=np.int32)
         streams = take("streams", n, s.hc_mult, s.hidden)
-        embed_cuda(take("embedded", n, s.hidden, dtype=self.weights.embed.dtype),
-                   take("every", n, dtype=np.int32), seats, streams, stream)
-        x, wide = take("x", n, s.hidden, dtype=np.uint16), take("wide", n, s.hidden)
+        embed_cuda(self._embedded(n).array, take("every", n, dtype=np.int32), seats, streams,
+                   stream)
+        x = take("x", THIRDS, n, s.hidden, dtype=np.uint16)
         post, comb = take("post", n, s.hc_mult), take("comb", n, s.hc_mult, s.hc_mult)
-        partial = take("hyper parts", n, parts(s.hc_mult * s.hidden), s.hyper_rows + 1)
-        y = take("y", n, s.hidden)
+        partial = take("hyper parts", n, parts(s.hidden), SUMS)
+        fns = [hyper.fn.w for layer in self.weights.layers
+               for hyper in (layer.attn_hyper, layer.ffn_hyper)]
+        following = iter(fns[1:] + [None])
+        hyper_first_cuda(streams, post, comb, fns[0], seats, partial, stream)
+        ys = self.transport.buffer(self.buffers, "y", world.size, n, s.hidden)
+        wires = [ys.wire[rank] for rank in range(world.size)]
+        meet, y = world.repeated(([wires[world.rank]] * world.size, wires)), ys.array[world.rank]
 
-        def site(hyper, norm, work):
-            hyper_in_cuda(streams, hyper.fn.w, hyper.base, hyper.scale, s, norm, seats, partial,
-                          x, wide, post, comb, stream)
-            work()
-            hyper_out_cuda(streams, self._everyones(y, cut), post, comb, seats, stream)
+        def site(hyper, norm, kept, work, cuts=False):      # cuts: there are some inside work
+            beside = stream if cuts else self.side.fork()
+            hyper_in_cuda(streams, partial, hyper.base, hyper.scale, s, norm, seats, x[:kept],
+                          post, comb, stream, beside)
+            way_out = None if cuts else self.side.mark()
+            two = work()            # experts and shared experts, or None: it is in y
+            self.side.join(way_out)
+            if world.size > 1:
+                if two is not None:
+                    sum_parts(two, 2, y, stream)
+                cut(meet)
+                two = None
+            hyper_out_cuda(streams, ys.array if two is None else two, post, comb, next(following),
+                           seats, partial, stream)
 
         binding = kda = 0
         for layer in self.weights.layers:
             if layer.kind == "kda":
-                site(layer.attn_hyper, layer.attn_norm,
-                     lambda: self._kda(layer.attn, kda, x, seats, y))
+                site(layer.attn_hyper, layer.attn_norm, 1,
+                     lambda: self._kda(layer.attn, kda, x[0], seats, y))
                 kda += 1
             else:
-                site(layer.attn_hyper, layer.attn_norm, lambda: self.attention.layer(
-                    layer.attn, binding, x, n, y, alone, cut, rows))
+                site(layer.attn_hyper, layer.attn_norm, 1, lambda: self.attention.layer(
+                    layer.attn, binding, x[0], n, y, alone, cut, rows), world.size > 1)
                 binding += 1
-            site(layer.ffn_hyper, layer.ffn_norm,
-                 lambda: self._feed_forward(layer.mlp, x, wide, seats, y))
+            site(layer.ffn_hyper, layer.ffn_norm, THIRDS if hasattr(layer.mlp, "router") else 1,
+                 lambda: self._feed_forward(layer.mlp, x, seats, y))
         return streams
-
-    def _everyones(self, y, cut):
-        """y [n, D] of every rank, [W, n, D] on the device in rank order."""
-        world = self.world
-        if world.size == 1:
-            return y.reshape(1, *y.shape)
-        whole = self.buffers.take("everyone's y", world.size, *y.shape)
-        pair = [y] * world.size, [whole[r] for r in range(world.size)]
-        self.transport.exchange(self.buffers, "y", [pair], cut)
-        return whole
 
     def _kda(self, w, index, x, seats, y):
         s, take, stream, n = self.shape, self.buffers.take, self.stream, len(x)
         heads, d = self.kda_heads, s.kda_dim
         own = heads * d
         if not heads:
-            return _fill_zero(y, stream)
+            return zero(y, stream)
         rows = take("kda rows", n, 3 * own + 2 * d + heads)
         gemm(x, w.inp.w, rows, stream, w.inp.scales)
-        low = take("kda low", n, d, dtype=np.uint16)
-        forget, gate = take("forget", n, own), take("gate", n, own)
-        narrow_cuda(rows, 3 * own, seats, low, stream)
-        gemm(low, w.f_b.w, forget, stream, w.f_b.scales)
-        narrow_cuda(rows, 3 * own + d, seats, low, stream)
-        gemm(low, w.g_b.w, gate, stream, w.g_b.scales)
-        qkv, keep, beta = take("qkv", n, 3 * own), take("keep", n, own), take("beta", n, heads)
-        o, out = take("o", n, own), take("kda out", n, own, dtype=np.uint16)
-        prepare_cuda(rows, forget, w.conv, w.decay, w.dt_bias, s.gate_bound, self.conv[index],
-                     seats, qkv, keep, beta, stream)
-        recur_cuda(rows, qkv, keep, beta, seats, self.kda[index], self.conv[index], o, stream)
-        finish_cuda(o, gate, w.o_norm, s.eps, seats, out, stream)
+        factors, o = take("kda factors", n, heads, 4 * d + 4), take("kda o", n, own)
+        out = take("kda out", n, own, dtype=np.uint16)
+        kda_cuda(rows, w, s.gate_bound, s.eps, seats, self.kda[index], self.conv[index], factors,
+                 o, out, stream)
         gemm(out, w.out.w, y, stream, w.out.scales)
 
-    def _feed_forward(self, w, x, wide, seats, y):
-        if hasattr(w, "router"):
-            self._experts(w, x, wide, seats, y)
-            self._mlp(w.shared, x, seats, y, True)
-        else:
-            self._mlp(w, x, seats, y, False)
+    def _feed_forward(self, w, x, seats, y):
+        """y [n, D] of a dense MLP; of experts [2, n, D]: experts, shared experts."""
+        if not hasattr(w, "router"):
+            return self._mlp(w, x[0], seats, y, self.stream)
+        two = self.buffers.take("experts, shared", 2, *y.shape)
+        self._mlp(w.shared, x[0], seats, two[1], self.side.fork())
+        shared = self.side.mark()
+        self._experts(w, x, seats, two[0])
+        self.side.join(shared)
+        return two
 
-    def _mlp(self, w, x, seats, y, add):
+    def _mlp(self, w, x, seats, y, stream):
         columns = w.down.w.shape[1]
         if not columns:
-            return None if add else _fill_zero(y, self.stream)
+            return zero(y, stream)
         up = self.buffers.take("up", len(x), 2 * columns)
         act = self.buffers.take("act", len(x), columns, dtype=np.uint16)
-        gemm(x, w.gate_up.w, up, self.stream, w.gate_up.scales)
-        swiglu_cuda(up, self.shape.swiglu_limit, 1, seats, act, self.stream)
-        gemm(act, w.down.w, y, self.stream, w.down.scales, add)
+        gemm(x, w.gate_up.w, up, stream, w.gate_up.scales)
+        swiglu_cuda(up, self.shape.swiglu_limit, 1, seats, act, stream)
+        gemm(act, w.down.w, y, stream, w.down.scales)
 
-    def _experts(self, w, x, wide, seats, y):
-        s, take, stream, n = self.shape, self.buffers.take, self.stream, len(x)
+    def _experts(self, w, x, seats, y):
+        s, take, stream, n = self.shape, self.buffers.take, self.stream, len(y)
         picks, columns = s.experts_per_token, w.down.w.shape[2]
         if not columns:
-            return _fill_zero(y, stream)
+            return zero(y, stream)
         chosen, weights = take("chosen", n, picks, dtype=np.int32), take("weights", n, picks)
-        route_cuda(wide, w.router.w, w.bias, s.routed_scaling, seats,
-                   take("router parts", n, parts(s.hidden), s.experts), chosen, weights, stream)
+        logits = take("router logits", THIRDS, n, w.router.w.shape[0])
+        gemm(x.reshape(THIRDS * n, s.hidden), w.router.w,
+             logits.reshape(THIRDS * n, logits.shape[2]), stream)
+        choose_cuda(logits, w.bias, s.routed_scaling, seats, chosen, weights, stream)
         space = Space(take("visits", n * picks, dtype=np.int32),
                       take("tiles", n * picks // 64 + s.experts, 3, dtype=np.int32),
                       take("expert out", n * picks, s.hidden))
         act = take("expert act", n * picks, columns, dtype=np.uint16)
-        experts(x, chosen, weights, w.gate_up.w, w.down.w, s.swiglu_limit, y, act, stream,
+        experts(x[0], chosen, weights, w.gate_up.w, w.down.w, s.swiglu_limit, y, act, stream,
                 w.gate_up.scales, w.down.scales, space)
 
     def _head(self, streams, pick, n):
-        s, take, stream = self.shape, self.buffers.take, self.stream
-        mean, x = take("mean", n, s.hidden), take("head x", n, s.hidden, dtype=np.uint16)
-        hyper_end_cuda(streams, pick, mean, stream)
-        rms_norm_cuda(mean, 0, self.weights.norm, s.eps, take("every", n, dtype=np.int32), x, 0,
-                      stream)
-        head = self.weights.head
-        gemm(x, head.w, take("logits", n, head.w.shape[0]), stream, head.scales)
+        s, take, stream, head = self.shape, self.buffers.take, self.stream, self.weights.head
+        x = take("head x", n, s.hidden, dtype=np.uint16)
+        hyper_end_cuda(streams, pick, self.weights.norm, s.eps, x, stream)
+        gemm(x, head.w, self._own_logits(n).array, stream, head.scales)
+
+    def _own_logits(self, n):
+        """This rank's logits [n, own vocabulary], written to the host as they come."""
+        return self.buffers.crossing("logits", (n, self.weights.head.w.shape[0]), np.float32, True)
 
     def _logits(self, n, bucket):
-        """Everyone's logits, gathered on rank 0: [n, vocab]. FaultError where a score was NaN."""
-        world, rows = self.world, self.weights.head.w.shape[0]
-        mine = self.buffers.pinned("logits", (bucket, rows))
-        self.buffers.take("logits", bucket, rows).copy_to_host(mine, stream=self.stream)
-        self.finish()
-        sent = [mine[:n]] + [None] * (world.size - 1)
+        """Everyone's logits on rank 0, [n, vocab]; they travel row by row, straight into place."""
+        world, mine = self.world, self._own_logits(bucket).wire
+        if world.size == 1:
+            return mine[:n]
+        rest = [None] * (world.size - 1)
         if world.rank:
-            world.exchange((sent, [None] * world.size))
+            world.exchange(*(([row, *rest], [None, *rest]) for row in mine[:n]))
             return None
-        found = [np.empty((n, stop - start), np.float32) for start, stop in self.vocab]
-        world.exchange((sent, found))
-        return found[0] if world.size == 1 else np.concatenate(found, axis=1)
+        whole = self.buffers.pinned("everyone's logits", (bucket, self.shape.vocab))[:n]
+        world.exchange(*(([row, *rest], [into[a:b] for a, b in self.vocab])
+                         for row, into in zip(mine, whole)))
+        return whole
 
-    def finish(self):
-        """Wait for the stream; FaultError where stage 2 met a score that is no number."""
-        faults = self.buffers.pinned("faults", (1,), np.int32)
-        self.attention.faults.copy_to_host(faults, stream=self.stream)
-        self.stream.synchronize()
-        if faults[0]:
-            raise FaultError(f"{faults[0]} scores of the sparse attention are not numbers",
+    def _fetch_faults(self):
+        copy(self.attention.faults, self.buffers.crossing("faults", (1,), np.int32, True).array,
+             self.stream)
+
+    def _check_faults(self):
+        """FaultError where stage 2 met a score that is no number."""
+        faults = int(self.buffers.pinned("faults", (1,), np.int32)[0])
+        if faults:
+            raise FaultError(f"{faults} scores of the sparse attention are not numbers",
                              "The checkpoint may be damaged; if it is not, please report this.",
                              rank=self.world.rank)
 
 
 def _zeros(shape, dtype=np.float32):
     return cuda.to_device(np.zeros(shape, dtype))
-
-
-def _fill_zero(array, stream):
-    """Zero a float32 array where this rank has nothing to add."""
-    cuda.driver.device_memset(array, 0, array.nbytes, stream)

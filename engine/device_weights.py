@@ -3,26 +3,25 @@ them.
 
 | held as | array | dtype |
 |---|---|---|
-| Matrix.w | [N, K] or [G, N, K], row-major as on disk | uint16 (BF16), uint8 (e4m3), float32 |
+| Matrix.w | [N, K] or [G, N, K], row-major as on disk | uint16 (BF16), uint8 (e4m3) |
 | Matrix.scales | [ceil(N / R), ceil(K / 128)], G of them | float32, for e4m3; R = 8 to 128 rows |
 
-BF16 and FP8 bits go to the device as they are. FP8 stays FP8 where the slice starts on the scale
-grid: always so for the release's dimensions. Elsewhere (small models on several ranks) the values
-are rounded to BF16 once. Float32 matrices stay float32 where the kernel takes them (router, mHC)
-and are rounded to BF16 where not. One layer at a time passes through host memory.
+BF16 and FP8 bits go to the device as they are; engine/slices.py says when they do not. A matrix is
+allocated whole and filled piece by piece through two pinned buffers: while one is on its way to the
+device, the other is filled from the file. So the host holds two pieces and the vectors of one
+layer, whatever the model; experts go into their [E, N, K] array one after the other.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from engine.checkpoint import E4M3, EMBED, HEAD, NORM, layer_name, scale_name
+from engine.checkpoint import EMBED, HEAD, NORM
 from engine.device import cuda
-from engine.host import from_bf16, to_bf16
-from engine.shape import SCALE_BLOCK
+from engine.memory import weight_bytes
+from engine.model.thirds import THIRDS, thirds_cuda
+from engine.slices import PIECE, Reader, Slice, Stack, pieces
 from engine.weights import Loader, Weights
-
-SCALE_ROWS = (128, 64, 32, 16, 8)       # rows that one scale of the kernels may cover
 
 
 class Matrix(NamedTuple):
@@ -30,112 +29,111 @@ class Matrix(NamedTuple):
     scales: object
 
 
-class Quantized(NamedTuple):
-    """A slice of an FP8 matrix on its way: codes uint8 [N, K], one scale a row and 128 columns."""
+class Sender:
+    """Fills device arrays from files through two pinned buffers. sent: bytes so far."""
 
-    codes: np.ndarray
-    scales: np.ndarray          # [N, ceil(K / 128)] float32
+    def __init__(self, reader, progress=None):
+        self._reader, self._progress = reader, progress
+        self._stream = cuda.stream()
+        self._buffers = [cuda.pinned_array(PIECE, np.uint8) for _ in range(2)]
+        self._free = [cuda.event(timing=False) for _ in self._buffers]
+        self._turn = self.sent = 0
 
-    @property
-    def shape(self):
-        return self.codes.shape
+    def send(self, stacks, array):
+        """Start filling a C-contiguous device array with stacks, which are held in its dtype."""
+        held, at = np.dtype(array.dtype), 0
+        flat = array.reshape(array.size)
+        for piece in pieces(stacks, PIECE):
+            buffer, free = self._buffers[self._turn], self._free[self._turn]
+            free.synchronize()          # at once where it was never recorded
+            count = self._reader.fill(piece, buffer, held) // held.itemsize
+            flat[at:at + count].copy_to_device(buffer.view(held)[:count], stream=self._stream)
+            free.record(self._stream)
+            self._turn, at = 1 - self._turn, at + count
+            self.sent += count * held.itemsize
+            if self._progress:
+                self._progress(self.sent)
+        assert at == array.size, (at, array.shape)
 
-    @property
-    def dtype(self):
-        return self.codes.dtype
+    def thirds(self, matrix):
+        """The [3 N, K] BF16 thirds of a float32 matrix [N, K] on its way to the device."""
+        out = cuda.device_array((THIRDS * matrix.shape[0], matrix.shape[1]), np.uint16)
+        thirds_cuda(matrix, out, self._stream)
+        self._stream.synchronize()      # the matrix goes away
+        return out
+
+    def wait(self):
+        """Return when all is on the device."""
+        self._stream.synchronize()
 
 
 class DeviceLoader(Loader):
-    """Reads layers in the device's form, on the host; `upload` sends a tree."""
+    """Sends a rank's layers to the device; what `tensor` and `stack` give reads nothing yet."""
 
-    def matrix(self, layer, name, rows=None, columns=None):
-        full = layer_name(layer, name + ".weight")
-        checkpoint = self.checkpoint
-        if checkpoint.kind(full) != "F8_E4M3":
-            return checkpoint.matrix(full, rows, columns)
-        codes = checkpoint.mapped(full)
-        (r0, r1), (c0, c1) = rows or (0, codes.shape[0]), columns or (0, codes.shape[1])
-        if c0 % SCALE_BLOCK:
-            return to_bf16(checkpoint.matrix(full, rows, columns))
-        scales = checkpoint.mapped(scale_name(full))
-        scales = from_bf16(scales) if scales.dtype == np.uint16 else np.asarray(scales)
-        across = slice(c0 // SCALE_BLOCK, -(-c1 // SCALE_BLOCK))
-        return Quantized(codes[r0:r1, c0:c1], scales[np.arange(r0, r1) // SCALE_BLOCK, across])
+    def __init__(self, checkpoint, shape, part, sender):
+        super().__init__(checkpoint, shape, part)
+        self._sender = sender
+
+    def tensor(self, name, rows=None, columns=None):
+        entry = self.checkpoint.tensors[name]
+        return Slice(name, entry.kind, rows or (0, entry.shape[0]), columns or (0, entry.shape[1]))
 
     @staticmethod
     def stack(matrices):
-        if all(isinstance(m, Quantized) for m in matrices):
-            return Quantized(*(np.concatenate(a) for a in zip(*matrices)))
-        plain = [_plain(m) for m in matrices]
-        if len({m.dtype for m in plain}) > 1:
-            plain = [m if m.dtype == np.uint16 else to_bf16(m) for m in plain]
-        return np.concatenate(plain)
+        return Stack.of(matrices)
 
-    @classmethod
-    def pack(cls, matrices):
-        whole = cls.stack(matrices)
-        if isinstance(whole, Quantized):
-            return Matrix(np.ascontiguousarray(whole.codes), _coarse([whole.scales])[0])
-        return Matrix(np.ascontiguousarray(whole), None)
+    def pack(self, matrices):
+        """Matrix [N, K] of slices one under the other."""
+        return self._send([Stack.of(matrices)], ())
 
-    @classmethod
-    def pack_group(cls, matrices, shape=None, dtype=np.uint16):
+    def pack_group(self, matrices, shape=None, dtype=None):
+        """Matrix [G, N, K] of G slices or stacks; with G = 0, shape (N, K) stands for them."""
         if not matrices:
-            return Matrix(np.zeros((0, *shape), np.uint16), None)
-        if all(isinstance(m, Quantized) for m in matrices):
-            return Matrix(np.stack([m.codes for m in matrices]),
-                          np.stack(_coarse([m.scales for m in matrices])))
-        return Matrix(_bf16(np.stack([_plain(m) for m in matrices])), None)
+            return Matrix(cuda.device_array((0, *shape), np.uint16), None)
+        stacks = [m if isinstance(m, Stack) else Stack.of([m]) for m in matrices]
+        return self._send([s.like(stacks) for s in stacks], (len(stacks),))
+
+    def _send(self, stacks, group):
+        shape, held = stacks[0].shape, stacks[0].held
+        scales = None
+        if stacks[0].by:
+            scales = np.stack([s.scales(self.checkpoint) for s in stacks])
+            scales = cuda.to_device(scales.reshape(*group, *scales.shape[1:]))
+        w = cuda.device_array((*group, *shape), held)
+        if w.size:
+            self._sender.send(stacks, w)
+        if held == np.float32:
+            w = self._sender.thirds(w)
+        return Matrix(w, scales)
 
 
-def _plain(matrix):
-    """A matrix without scales: FP8 becomes BF16, rounded."""
-    if not isinstance(matrix, Quantized):
-        return matrix
-    scales = np.repeat(matrix.scales, SCALE_BLOCK, axis=1)[:, :matrix.shape[1]]
-    return to_bf16(E4M3[matrix.codes] * scales)
-
-
-def _bf16(matrix):
-    return matrix if matrix.dtype == np.uint16 else to_bf16(matrix)
-
-
-def _coarse(all_scales):
-    """[N, blocks] scales a row, of matrices of one shape -> a scale for as many rows as agree."""
-    for rows in SCALE_ROWS:
-        if all(np.array_equal(s, np.repeat(s[::rows], rows, axis=0)[:len(s)]) for s in all_scales):
-            return [np.ascontiguousarray(s[::rows]) for s in all_scales]
-    raise AssertionError(f"scales change within {SCALE_ROWS[-1]} rows")
-
-
-def upload(tree, exact=False):
-    """A tree of NumPy arrays and Matrices -> the same tree on the device.
-
-    exact: float32 matrices stay float32; else they become BF16.
-    """
+def upload(tree):
+    """A tree of NumPy arrays and Matrices -> the same tree on the device."""
     if isinstance(tree, Matrix):
-        w = np.ascontiguousarray(tree.w if exact or tree.scales is not None else _bf16(tree.w))
-        scales = None if tree.scales is None else cuda.to_device(tree.scales)
-        return Matrix(cuda.to_device(w), scales)
+        return tree
     if isinstance(tree, np.ndarray):
         return cuda.to_device(np.ascontiguousarray(tree))
     if isinstance(tree, tuple):
-        names = getattr(tree, "_fields", [""] * len(tree))
-        values = [upload(v, exact or name in ("fn", "router")) for name, v in zip(names, tree)]
+        values = [upload(v) for v in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
     return tree
 
 
-def load_device_weights(checkpoint, shape, part, progress=None):
-    """This rank's Weights on the device; embed stays in the file. progress(done, total): layers."""
-    load = DeviceLoader(checkpoint, shape, part)
-    layers = []
-    for i in range(shape.layers):
-        layers.append(upload(load.layer(i)))
-        if progress:
-            progress(i + 1, shape.layers)
-    norm = cuda.to_device(checkpoint.vector(NORM))
-    head = upload(load.pack([checkpoint.matrix(HEAD, part.vocab)]))
-    mtp = upload(load.mtp(shape.layers)) if shape.mtp else None
-    embed = checkpoint.mapped(EMBED)
-    return Weights(embed, tuple(layers), norm, head, mtp, {})
+def load_device_weights(checkpoint, shape, part, progress=None, drop=False):
+    """This rank's Weights on the device; embed stays in the file.
+
+    progress(done, total): bytes of the matrices, the last call with done = total. drop: the page
+    cache forgets what was read. Raises ModelError as engine.slices says.
+    """
+    total = sum(weight_bytes(shape, part, checkpoint.kind, "cuda").values())
+    with Reader(checkpoint, drop) as reader:
+        sender = Sender(reader, progress and (lambda done: progress(min(done, total), total)))
+        load = DeviceLoader(checkpoint, shape, part, sender)
+        layers = tuple(upload(load.layer(i)) for i in range(shape.layers))
+        norm = upload(checkpoint.vector(NORM))
+        head = load.pack([load.tensor(HEAD, part.vocab)])
+        mtp = upload(load.mtp(shape.layers)) if shape.mtp else None
+        sender.wait()
+    if progress:
+        progress(total, total)
+    return Weights(checkpoint.mapped(EMBED), layers, norm, head, mtp, {})

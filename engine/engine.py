@@ -5,25 +5,32 @@ The other ranks stay in `follow`. A round's rows are independent to the bit (row
 runs beside a conversation never changes its reply.
 """
 
-import pickle
 import time
 from typing import NamedTuple
 
 import numpy as np
 
 from engine.backend import BACKENDS, choose, make_pool
-from engine.errors import WorldError
 from engine.forward import Rows
-from engine.sample import sample
+from engine.round import Ledger, pack, unpack
+from engine.sample import choose as choose_token
 from engine.scheduler import Scheduler
+from engine.telemetry import Meters
 
 
 class Event(NamedTuple):
-    """One token of a reply; finish_reason "stop" or "length" with its last."""
+    """One token of a reply; finish_reason "stop" or "length" with its last.
+
+    logprob, top: engine.sample.Choice. cached: with a reply's first token, the prompt tokens that
+    were taken from a kept conversation; else 0.
+    """
 
     id: int
     token: int
     finish_reason: str | None
+    logprob: float | None = None
+    top: tuple = ()
+    cached: int = 0
 
 
 class Engine:
@@ -39,10 +46,12 @@ class Engine:
         self.backend = BACKENDS[self.config.backend](self.config, world, shape, weights)
         self.pool = make_pool(config, world.size)
         self.scheduler = Scheduler(self.pool, config.parallel, config.context, config.chunk,
-                                   config.page_rows, shape.vocab)
+                                   config.page_rows, shape.vocab, config.queue,
+                                   config.round_ms / 1e3)
         self.seconds = {"prefill": 0.0, "decode": 0.0}
         self.tokens = {"prefill": 0, "decode": 0}
-        self._rounds = 0
+        self.meters = Meters()
+        self.ledger = Ledger(self.backend.table, world.rank)
 
     # --- rank 0 -------------------------------------------------------------------------------
 
@@ -62,36 +71,48 @@ class Engine:
     def step(self):
         """One round on all ranks: [Event], at most one a conversation."""
         plan = self.scheduler.plan()
-        self.world.broadcast(pickle.dumps(plan))
-        chunk, rows = self._execute(plan)
+        started = time.perf_counter()
+        chunk, rows = self._broadcast(plan)
+        if plan.chunk is not None:
+            self.scheduler.measured(len(plan.chunk[2]), time.perf_counter() - started)
 
         def pick(row, sampling, position):
-            return sample(chunk[0] if row < 0 else rows[row], sampling, position)
-        return [Event(*e) for e in self.scheduler.commit(plan, pick)]
+            return choose_token(chunk[0] if row < 0 else rows[row], sampling, position)
+        events = []
+        for s, choice, reason in self.scheduler.commit(plan, pick):
+            self.meters.token(s, reason)
+            events.append(Event(s.id, choice.token, reason, choice.logprob, choice.top,
+                                s.cached if len(s.emitted) == 1 else 0))
+        return events
 
     def stop(self):
         """Let the other ranks return from `follow`."""
-        self.world.broadcast(pickle.dumps(None))
+        self._broadcast(self.scheduler.last())
+
+    def _broadcast(self, plan):
+        self.world.broadcast(pack(plan, self.ledger.digests))
+        return self._execute(plan)
 
     # --- the other ranks ----------------------------------------------------------------------
 
     def follow(self):
         """Compute the rounds that rank 0 plans, until it stops."""
-        while (plan := pickle.loads(self.world.broadcast())) is not None:
+        stop = False
+        while not stop:
+            plan, digests = unpack(self.world.broadcast())
+            self.ledger.check(plan, digests)
             self._execute(plan)
+            stop = plan.stop
 
     # --- all ranks ----------------------------------------------------------------------------
 
     def _execute(self, plan):
         """Compute a round -> logits of the chunk's last row and of the decode rows, on rank 0."""
-        self._rounds += 1
-        if plan.number != self._rounds:
-            raise WorldError(f"round {plan.number} arrived where round {self._rounds} was due",
-                             "start all ranks with the same version", rank=self.world.rank)
         for seat in plan.closes:
             self.backend.close(seat)
-        for seat, lease in plan.opens:
-            self.backend.open(seat, lease)
+        for seat, lease, kept in plan.opens:
+            self.backend.open(seat, lease, kept)
+        self.ledger.note(plan)
         chunk = rows = None
         if plan.chunk is not None:
             seat, first, tokens = plan.chunk

@@ -28,11 +28,16 @@ class EngineError(Exception):
     def __str__(self):
         return self.message
 
+    @property
+    def told(self):
+        """The message, with the rank in front where it does not begin with it."""
+        where = "" if self.rank is None else f"rank {self.rank}"
+        return self.message if self.message.startswith(where) else f"{where}: {self.message}"
+
     def report(self):
         """The lines that the user sees: where, what happened, what to try."""
-        where = "" if self.rank is None else f"rank {self.rank}: "
         remedy = f"\n  try: {self.hint}" if self.hint else ""
-        return f"sparkgrid: {where}{self.message}{remedy}"
+        return f"sparkgrid: {self.told}{remedy}"
 
     def __reduce__(self):
         return type(self), (self.message, self.hint, self.rank)
@@ -60,6 +65,20 @@ class RequestError(EngineError):
     """One request is refused: too long, empty, outside the vocabulary."""
 
     exit_code = 5
+
+
+class TooLong(RequestError):
+    """A prompt, with its reply, is longer than the window or than the pool could ever hold."""
+
+
+class QueueFull(RequestError):
+    """As many requests wait as the queue takes."""
+
+
+class Unavailable(EngineError):
+    """The engine takes no requests now: it starts, it stops, or a rank is lost."""
+
+    exit_code = 8
 
 
 class WorldError(EngineError):

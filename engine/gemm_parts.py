@@ -1,8 +1,9 @@
 """Pieces of a device matrix product: what one lane loads, multiplies and stores, as intrinsics that
 unroll over tuples in registers.
 
-A warp's tile is 16 MT outputs by 8 NT rows; weights are operand A of mma.sync m16n8k16 and rows are
-operand B, so lane 4 g + t holds weight rows g, g + 8, ... and activation row g of each eight.
+A warp's tile is 16 MT outputs (or 8, one eight) by 8 NT rows; weights are operand A of mma.sync
+m16n8k16 and rows are operand B, so lane 4 g + t holds weight rows g, g + 8, ... and activation row
+g of each eight.
 A 16-byte load holds neighbouring k, so the k of one mma are permuted, for both operands alike:
 
 | weights | a lane's load | chunk | mma s of a chunk: pair t, pair t + 4 of its k slots |
@@ -24,8 +25,8 @@ from engine.device import (F32, I64, LOAD, MMA, MMA_CONSTRAINTS, U32, address, i
                            unpack_fp8)
 
 BLOCK = 128                     # k of a block: the width of an FP8 scale
-ROW_BYTES = 64                  # weight bytes of a row in a shared stage
-TILE_STRIDE = 132               # words between rows of a stored tile: 4 mod 32, no bank conflict
+PARTS = 8                       # of a sum: part p has blocks p, p + 8, ...
+THREADS = 32 * PARTS            # of a block: a warp a part
 _I32, _I64, _F32, _BOOL = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.IntType(1)
 _CACHED = "ld.global.nc.v4.u32 {$0,$1,$2,$3}, [$4];"
 
@@ -163,45 +164,52 @@ def load_scales(typingctx, scales, rows, block):
 
 @intrinsic
 def product(typingctx, sums, w, weights, rows):
-    """sums + the products of weights and rows, one mma after the other, chunks ascending."""
+    """sums + the products of weights and rows, one mma after the other, chunks ascending.
+
+    One eight of outputs: the lower half of A is zeros, and sums are [NT][c0, c1].
+    """
     fp8 = _is_fp8(w)
     wide = 2 if fp8 else 1                          # 4-word groups of BF16 in a lane's chunk
-    # weights = 8 chunks MT, rows = 4 wide chunks NT, sums = 4 MT NT
+    # weights = 4 chunks eights, rows = 4 wide chunks NT, sums = 2 eights NT
     chunks = math.isqrt(weights.count * rows.count // (8 * wide * sums.count))
-    mt, nt = weights.count // (8 * chunks), rows.count // (4 * wide * chunks)
-    assert sums.count == 4 * mt * nt, (sums, weights, rows)
+    eights, nt = weights.count // (4 * chunks), rows.count // (4 * wide * chunks)
+    assert sums.count == 2 * eights * nt, (sums, weights, rows)
+    pair = min(eights, 2)
 
     def build(context, builder, signature, args):
         acc, a, b = _unpack(builder, args[0]), _unpack(builder, args[2]), _unpack(builder, args[3])
         for c in range(chunks):
-            pairs = []                              # [row of 2 MT][pair of k]
-            for r in range(2 * mt):
-                four = a[(c * 2 * mt + r) * 4:][:4]
+            pairs = []                              # [row of eights][pair of k]
+            for r in range(eights):
+                four = a[(c * eights + r) * 4:][:4]
                 pairs.append([pair for word in four for pair in unpack_fp8(builder, word)]
                              if fp8 else four)
             for s in range(2 * wide):
                 half, word = divmod(2 * s, 4)
-                for i in range(mt):
-                    upper, lower = pairs[2 * i], pairs[2 * i + 1]
+                for i in range(eights // pair):
+                    upper = pairs[2 * i]
+                    lower = pairs[2 * i + 1] if pair == 2 else [_I32(0)] * len(upper)
                     left = [upper[2 * s], lower[2 * s], upper[2 * s + 1], lower[2 * s + 1]]
                     for j in range(nt):
                         at = ((c * wide + half) * nt + j) * 4 + word
-                        q = (i * nt + j) * 4
-                        acc[q:q + 4] = ptx(builder, MMA, MMA_CONSTRAINTS, [_F32] * 4,
-                                           left + b[at:at + 2] + acc[q:q + 4])
+                        q = slice((i * nt + j) * 2 * pair, (i * nt + j + 1) * 2 * pair)
+                        old = acc[q] + [_F32(0.0)] * (4 - 2 * pair)
+                        acc[q] = ptx(builder, MMA, MMA_CONSTRAINTS, [_F32] * 4,
+                                     left + b[at:at + 2] + old)[:2 * pair]
         return context.make_tuple(builder, signature.return_type, acc)
     return sums(sums, w, weights, rows), build
 
 
 @intrinsic
 def scaled(typingctx, sums, products, scales):
-    """fma(scale, product, sum) each; scales: one for each 8 outputs of the tile, [2 MT]."""
+    """fma(scale, product, sum) each; scales: one for each 8 outputs of the tile."""
     nt = sums.count // (2 * scales.count)
+    pair = min(scales.count, 2)
 
     def build(context, builder, signature, args):
         acc, new, scale = (_unpack(builder, a) for a in args)
         for i in range(len(acc)):
-            by = scale[2 * (i // (4 * nt)) + (i >> 1 & 1)]
+            by = scale[i // (2 * pair * nt) * 2 + i % (2 * pair) // 2]
             acc[i], = ptx(builder, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [_F32],
                           [by, new[i], acc[i]])
         return context.make_tuple(builder, signature.return_type, acc)
@@ -220,63 +228,6 @@ def added(typingctx, sums, others):
 
 
 # ---- shared memory -----------------------------------------------------------------------------
-
-def _shared_loads(context, builder, signature, places):
-    text = "ld.shared.v4.u32 {{$0,$1,$2,$3}}, [$4+{}];"
-    words = [word for where, offset in places
-             for word in ptx(builder, text.format(offset), "=r,=r,=r,=r,r", [_I32] * 4, [where],
-                             True)]
-    return context.make_tuple(builder, signature.return_type, words)
-
-
-@intrinsic
-def shared_weights(typingctx, where, mt):
-    """Chunk of weights of a staged tile: rows ROW_BYTES apart; where: the lane's first 16 bytes."""
-    number = _literal(mt)
-    if number is not None:
-        def build(context, builder, signature, args):
-            return _shared_loads(context, builder, signature,
-                                 [(args[0], 8 * ROW_BYTES * r) for r in range(2 * number)])
-        return types.UniTuple(U32, 8 * number)(U32, mt), build
-
-
-@intrinsic
-def shared_rows(typingctx, where, w, nt):
-    """Chunk of activations of a staged tile: rows ROW_BYTES (BF16) or twice that (FP8) apart.
-
-    For FP8 the lane's two 16-byte groups are neighbours, swapped in odd rows: the second is at
-    `where` with bit 4 turned.
-    """
-    number = _literal(nt)
-    if number is not None:
-        fp8 = _is_fp8(w)
-
-        def build(context, builder, signature, args):
-            starts = [args[0]] + ([builder.xor(args[0], _I32(16))] if fp8 else [])
-            step = 8 * ROW_BYTES * len(starts)
-            return _shared_loads(context, builder, signature,
-                                 [(start, step * r) for start in starts for r in range(number)])
-        return types.UniTuple(U32, (8 if fp8 else 4) * number)(U32, w, nt), build
-
-
-@intrinsic
-def store_tile(typingctx, where, sums, mt):
-    """Store a warp's tile to shared [row][output], TILE_STRIDE words a row.
-
-    where: address of row 2 t, output g of the warp's tile.
-    """
-    number = _literal(mt)
-    if number is not None:
-        nt = sums.count // (4 * number)
-
-        def build(context, builder, signature, args):
-            for q, value in enumerate(_unpack(builder, args[1])):
-                i, j = q // (4 * nt), q // 4 % nt
-                at = (8 * j + (q & 1)) * TILE_STRIDE + 16 * i + 8 * (q >> 1 & 1)
-                ptx(builder, f"st.shared.f32 [$0+{4 * at}], $1;", "r,f", [], [args[0], value], True)
-            return context.get_dummy_value()
-        return types.void(U32, sums, mt), build
-
 
 @intrinsic
 def store_parts(typingctx, array, index, step, values):

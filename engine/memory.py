@@ -6,20 +6,21 @@ window is what one conversation can grow to, `context` tokens and the draft's ov
 pages.
 
 `plan` refuses (PlanError) a pool in which no window could ever lie, before anything is changed;
-`check_memory` a rank whose plan is more than its machine has.
+`check_memory` ranks whose plans together are more than their device, or machine, has free.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.checkpoint import HEAD, layer_name
 from engine.errors import PlanError
 from engine.linear import BLOCK
 from engine.pool.owner import OWNER, STRIPED, class_size, needed, smallest_pool
-from engine.shape import part
+from engine.shape import SCALE_BLOCK, part
+from engine.slices import KEPT, rows_a_scale
 
 FLOAT = 4
 KV_ITEM = {"bf16": 2, "float32": 4}
-KIND_BYTES = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
 DRAFT_OVERHANG = 1      # rows that a draft of one token writes past the window's last
 
 
@@ -69,12 +70,41 @@ def plan(config, shape, world, kind, scratch=()):
                 token_bytes(shape, classes, item=KV_ITEM[config.kv_dtype]), tuple(ranks))
 
 
-def check_memory(needed_bytes, available, rank):
-    """PlanError where a rank's plan is more than the `available` bytes of its machine."""
-    if needed_bytes > available:
-        raise PlanError(f"rank {rank} needs {needed_bytes:,} bytes and {available:,} are available "
-                        "to it", "fewer --pages, a shorter --context or less --parallel; more "
-                        "ranks on other machines; `plan` lists what takes how much", rank)
+class Place(NamedTuple):
+    """The memory that one rank takes from: ranks of one key share it. Bytes; pid: the rank's own.
+    """
+
+    key: int
+    free: int
+    total: int
+    pid: int
+
+
+def check_memory(made, places, users=lambda ranks: ""):
+    """PlanError where ranks that share a memory need more of it than is free.
+
+    made: Plan. places: a Place for each rank, so every rank comes to the same verdict.
+    users(ranks): who else uses the memory of these ranks, in words, or "".
+    """
+    for key in dict.fromkeys(place.key for place in places):
+        ranks = [r for r, place in enumerate(places) if place.key == key]
+        needs, free = sum(made.total(r) for r in ranks), min(places[r].free for r in ranks)
+        if needs <= free:
+            continue
+        most = max(ranks, key=made.total)
+        names = sorted(made.ranks[most], key=lambda pair: -pair[1])[:4]
+        several = (f"ranks {', '.join(map(str, ranks))} share a memory and need {_gib(needs)} "
+                   f"together; " if ranks[1:] else "")
+        parts = ", ".join(f"{name} {_gib(size)}" for name, size in names)
+        others = "; ".join(("", *filter(None, [users(ranks)])))
+        raise PlanError(f"{several}rank {most} needs {_gib(made.total(most))} ({parts}, ...); "
+                        f"{_gib(free)} of {_gib(places[most].total)} are free{others}",
+                        "fewer --pages, a shorter --context or less --parallel; more ranks on "
+                        "other machines; `plan` lists what takes how much")
+
+
+def _gib(size):
+    return f"{size / 2 ** 30:,.2f} GiB"
 
 
 # ---- pages ------------------------------------------------------------------------------------
@@ -183,8 +213,8 @@ def weight_bytes(shape, own, kind, backend="host"):
     """{name: bytes} of the weights that a rank holds. own: its Part; kind: name -> dtype word.
 
     Host: packed matrices are padded to whole blocks of 64 outputs; BF16 takes 2 bytes a value, all
-    else 4, and one wider tensor among those packed together widens them. Device: as on disk, FP8
-    with its scales; F32 matrices count as F32. The embedding stays in the file.
+    else 4, and one wider tensor among those packed together widens them. Device: as engine.slices
+    holds them. The embedding stays in the file.
     """
     s, hidden = shape, shape.hidden
     sizes = dict.fromkeys(("KDA", "DSA", "indexer", "hyper-connections", "norms", "dense MLPs",
@@ -194,52 +224,64 @@ def weight_bytes(shape, own, kind, backend="host"):
     def length(span):
         return span[1] - span[0]
 
-    def packed(layer, rows, columns, *names):
-        if backend == "cuda":
-            kinds = {kind(layer_name(layer, name)) for name in names}
-            scales = -(-rows // 128) * -(-columns // 128) * FLOAT if "F8_E4M3" in kinds else 0
-            return rows * columns * max(KIND_BYTES[k] for k in kinds) + scales
-        wide = any(kind(layer_name(layer, name)) != "BF16" for name in names)
-        return -(-rows // BLOCK) * BLOCK * columns * (4 if wide else 2)
+    def packed(layer, rows, columns, *names, turned=False):
+        """Bytes of matrices under each other: rows, columns are numbers, or spans in the file."""
+        names = [layer_name(layer, name) for name in names] if layer is not None else names
+        rows = [(0, rows)] if isinstance(rows, int) else rows
+        first, stop = (0, columns) if isinstance(columns, int) else columns
+        count, width = sum(map(length, rows)), stop - first
+        kinds = {kind(name) for name in names}
+        if backend != "cuda":
+            return -(-count // BLOCK) * BLOCK * width * (2 if kinds == {"BF16"} else 4)
+        fp8 = kinds == {"F8_E4M3"} and not turned and first % SCALE_BLOCK == 0
+        by = rows_a_scale(rows) if fp8 else None
+        if by:
+            return count * width + -(-count // by) * -(-width // SCALE_BLOCK) * FLOAT
+        kept = kinds == {"F32"} and all(name.endswith(KEPT) for name in names)
+        return count * width * (6 if kept else 2)       # float32: three BF16 (model/thirds)
 
     def projections(group, *names):
         return [f"{group}.{name}.weight" for name in names]
 
-    def mlp(i, group, columns):
-        return (packed(i, 2 * columns, hidden, *projections(group, "gate_proj", "up_proj"))
-                + packed(i, hidden, columns, *projections(group, "down_proj")))
+    def mlp(i, group, span):
+        return (packed(i, [span] * 2, hidden, *projections(group, "gate_proj", "up_proj"))
+                + packed(i, hidden, span, *projections(group, "down_proj")))
 
     def moe(i):
-        c, every = length(own.expert), [f"mlp.experts.{e}" for e in range(s.experts)]
+        every = [f"mlp.experts.{e}" for e in range(s.experts)]
         gate_up = [n for group in every for n in projections(group, "gate_proj", "up_proj")]
         down = [n for group in every for n in projections(group, "down_proj")]
         return (("routers", packed(i, s.experts, hidden, "mlp.gate.weight") + FLOAT * s.experts),
-                ("experts", s.experts * (packed(i, 2 * c, hidden, *gate_up)
-                                         + packed(i, hidden, c, *down))),
-                ("shared experts", mlp(i, "mlp.shared_experts", length(own.shared))))
+                ("experts", s.experts * (packed(i, [own.expert] * 2, hidden, *gate_up)
+                                         + packed(i, hidden, own.expert, *down))),
+                ("shared experts", mlp(i, "mlp.shared_experts", own.shared)))
 
     def kda(i):
         heads, d = length(own.kda_heads), s.kda_dim
+        rows, one = tuple(n * d for n in own.kda_heads), [(0, d)] * 2
         names = ("q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "b_proj")
-        low = [packed(i, heads * d, d, name)
+        low = [packed(i, [rows], d, name)
                for name in projections("self_attn", "f_b_proj", "g_b_proj")]
-        return (("KDA", packed(i, 3 * heads * d + 2 * d + heads, hidden,
+        return (("KDA", packed(i, [rows] * 3 + one + [own.kda_heads], hidden,
                                *projections("self_attn", *names)) + sum(low)
-                 + packed(i, hidden, heads * d, *projections("self_attn", "o_proj"))
+                 + packed(i, hidden, rows, *projections("self_attn", "o_proj"))
                  + FLOAT * (3 * heads * d * s.conv + heads + heads * d + d)),)
 
     def dsa(i):
-        heads, group, index = length(own.heads), "self_attn", "self_attn.indexer"
-        kv_b = projections(group, "kv_b_proj")
-        up = packed(i, s.kv_lora, s.qk_nope, *kv_b) + packed(i, s.v_head, s.kv_lora, *kv_b)
+        group, index = "self_attn", "self_attn.indexer"
+        kv_b, both = projections(group, "kv_b_proj"), s.qk_nope + s.v_head
+        up = sum(packed(i, s.kv_lora, s.qk_nope, *kv_b, turned=True)
+                 + packed(i, [(h * both + s.qk_nope, (h + 1) * both)], s.kv_lora, *kv_b)
+                 for h in range(*own.heads))
         gate = f"{index}.index_kpool_compress_gate"
-        return (("DSA", packed(i, s.q_lora + s.kv_lora, hidden,
+        q_rows, out_columns = (tuple(h * size for h in own.heads) for size in (s.qk_nope, s.v_head))
+        return (("DSA", packed(i, [(0, s.q_lora), (0, s.kv_lora)], hidden,
                                *projections(group, "q_a_proj", "kv_a_proj_with_mqa"))
-                 + packed(i, heads * s.qk_nope, s.q_lora, *projections(group, "q_b_proj"))
-                 + heads * up + FLOAT * (s.q_lora + s.kv_lora)
-                 + packed(i, hidden, heads * s.v_head, *projections(group, "o_proj"))),
-                ("indexer", packed(i, 2 * s.index_dim + s.index_heads, hidden, gate,
-                                   *projections(index, "wk", "weights_proj"))
+                 + packed(i, [q_rows], s.q_lora, *projections(group, "q_b_proj"))
+                 + up + FLOAT * (s.q_lora + s.kv_lora)
+                 + packed(i, hidden, out_columns, *projections(group, "o_proj"))),
+                ("indexer", packed(i, [(0, s.index_dim)] * 2 + [(0, s.index_heads)], hidden,
+                                   *projections(index, "wk", "weights_proj"), gate)
                  + packed(i, s.index_heads * s.index_dim, s.q_lora, *projections(index, "wq_b"))
                  + FLOAT * s.index_dim * (2 + s.index_kpool)))
 
@@ -249,14 +291,13 @@ def weight_bytes(shape, own, kind, backend="host"):
 
     for i, (attention, feed) in enumerate(zip(s.layer_types, s.mlp_types)):
         count(dsa(i) if attention == "dsa" else kda(i))
-        count(moe(i) if feed == "sparse" else (("dense MLPs", mlp(i, "mlp", length(own.dense))),))
+        count(moe(i) if feed == "sparse" else (("dense MLPs", mlp(i, "mlp", own.dense)),))
         for site in ("hc_attn", "hc_ffn"):
             sizes["hyper-connections"] += (packed(i, s.hyper_rows, s.hc_mult * hidden, f"{site}_fn")
                                            + FLOAT * (s.hyper_rows + 3))
         sizes["norms"] += 2 * FLOAT * hidden
     sizes["norms"] += FLOAT * hidden
-    wide = kind(HEAD) != "BF16"
-    sizes["output head"] = -(-length(own.vocab) // BLOCK) * BLOCK * hidden * (4 if wide else 2)
+    sizes["output head"] = packed(None, [own.vocab], hidden, HEAD)
     if s.mtp:
         count((*dsa(s.layers), *moe(s.layers)), "draft block")
         sizes["draft block"] += (packed(s.layers, hidden, 2 * hidden, "eh_proj.weight")

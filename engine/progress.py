@@ -1,7 +1,7 @@
 """One line of progress on the user's terminal, for whatever takes longer than a second.
 
-    with Progress(visible).phase("loading weights") as p:
-        p.update(done_bytes, total_bytes)
+    with Progress(visible).phase("loading weights", bytes_of=True) as p:
+        p.update(done, total)
 
 The line is drawn on rank 0's standard error, rewritten in place, and wiped when the phase ends, so
 that nothing of it is left beside a reply. Without a terminal nothing is written at all.
@@ -71,9 +71,12 @@ class Progress:
         self._out = out or sys.stderr
 
     @contextlib.contextmanager
-    def phase(self, what):
-        """Shows `what` from the second second on, until the block ends or `done` is called."""
-        line = _Line(what, self._out if self.visible else None)
+    def phase(self, what, bytes_of=False):
+        """Shows `what` from the second second on, until the block ends or `done` is called.
+
+        bytes_of: what `update` is told are bytes, and shown with their rate.
+        """
+        line = _Line(what, bytes_of, self._out if self.visible else None)
         try:
             yield line
         finally:
@@ -83,8 +86,8 @@ class Progress:
 class _Line:
     """One phase's line, drawn by its own thread: what it waits for may call nothing for minutes."""
 
-    def __init__(self, what, out):
-        self._what, self._out = what, out
+    def __init__(self, what, bytes_of, out):
+        self._what, self._bytes, self._out = what, bytes_of, out
         self._started = time.perf_counter()
         self._state = (0, 0)
         self._over = threading.Event()
@@ -115,6 +118,9 @@ class _Line:
         self._out.flush()
 
     def _text(self):
-        done, total = self._state
+        (done, total), passed = self._state, time.perf_counter() - self._started
         share = f" {100 * done // total} %" if total else ""
-        return f"{self._what}{share}, {time.perf_counter() - self._started:.0f} s"
+        if not self._bytes or not done or not total:
+            return f"{self._what}{share}, {passed:.0f} s"
+        return (f"{self._what} {done / 1e9:.1f} of {total / 1e9:.1f} GB,{share}, "
+                f"{done / passed / 1e9:.1f} GB/s, {passed * (total - done) / done:.0f} s left")

@@ -1,6 +1,6 @@
 """What a prompt must be, whoever brings it: checked before a model is loaded, and at submission."""
 
-from engine.errors import RequestError
+from engine.errors import RequestError, TooLong
 
 
 def check_prompt(ids, context, vocab):
@@ -10,11 +10,11 @@ def check_prompt(ids, context, vocab):
     """
     if len(ids) == 0:
         raise RequestError("the prompt is empty", "give at least one token")
-    for i, token in enumerate(ids):
-        if not 0 <= token < vocab:
-            raise RequestError(f"token {token} at position {i} is not in the vocabulary of {vocab}",
-                               f"ids are 0 to {vocab - 1}: use this model's tokenizer")
     if len(ids) >= context:
-        raise RequestError(f"the prompt has {len(ids)} tokens; the context holds {context}, one of "
-                           f"them for the reply", f"shorten the prompt to {context - 1} tokens or "
-                           "raise --context, up to the model's window")
+        raise TooLong(f"the prompt has {len(ids)} tokens; the context holds {context}, one of "
+                      f"them for the reply", f"shorten the prompt to {context - 1} tokens or "
+                      "raise --context, up to the model's window")
+    if min(ids) < 0 or max(ids) >= vocab:
+        i, token = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab)
+        raise RequestError(f"token {str(token)[:24]} at position {i} is not in the vocabulary of "
+                           f"{vocab}", f"ids are 0 to {vocab - 1}: use this model's tokenizer")

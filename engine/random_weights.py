@@ -1,10 +1,10 @@
-"""A model of the release's dimensions and storage formats, made of random bits on the device.
+"""A model of released dimensions and storage formats, made of random bits on the device.
 
-For measuring without the release's 328 GB: `release_shape(layers)` is GLM-5.3-Flash cut to its
-first layers, without the draft block; `random_device_weights` has for it what
-`load_device_weights` would give, in the same layout and dtypes. Its replies mean nothing, but
-activations keep the size they have in a trained model (matrices have variance 1 / K, norms are 1),
-so that routing spreads over the experts and nothing overflows.
+For measuring without the release's 328 GB: `random_device_weights` gives for a Shape of
+engine/release.py what `load_device_weights` would give for the release, in the same layout and
+dtypes. Its replies mean nothing, but activations keep the size they have in a trained model
+(matrices have variance 1 / K, norms are 1), so that routing spreads over the experts and nothing
+overflows.
 
 Matrices are filled in place: word i of a matrix is a hash of i and the matrix's own number, itself
 drawn from `seed`. FP8: any code but the two NaNs; BF16: evenly spread over both signs.
@@ -12,31 +12,15 @@ drawn from `seed`. FP8: any code but the two NaNs; BF16: evenly spread over both
 
 import numpy as np
 
-from engine.device import INLINE, U32, cuda, narrow
+from engine.device import INLINE, KERNEL, U32, cuda, narrow
 from engine.device_weights import Matrix, upload
 from engine.host import to_bf16
-from engine.shape import SCALE_BLOCK, Shape
+from engine.shape import SCALE_BLOCK
 from engine.weights import Dsa, Hyper, Kda, Layer, Mlp, Moe, Weights
 
-LAYERS = 45                 # of the release
-DENSE = 3                   # its first layers have a dense MLP
-DSA_EVERY = 4               # layers 3, 7, 11, ... are DSA
+EMBED_STEP = 8                  # values between the embeddings of two tokens
 BLOCKS, THREADS = 2048, 256     # fill 132 SMs and 48 alike
-CODE_RMS = 107.2            # of e4m3 codes drawn evenly from all but NaN, 448 twice
-
-
-def release_shape(layers=LAYERS):
-    """The Shape of GLM-5.3-Flash's first `layers` layers, no draft block."""
-    assert 1 <= layers <= LAYERS, layers
-    kinds = tuple("dsa" if i % DSA_EVERY == DSA_EVERY - 1 else "kda" for i in range(layers))
-    return Shape(
-        hidden=4096, layers=layers, vocab=154880, window=1 << 20, eps=1e-5, layer_types=kinds,
-        mlp_types=tuple("dense" if i < DENSE else "sparse" for i in range(layers)),
-        intermediate=12288, moe_intermediate=2048, experts=288, experts_per_token=8,
-        shared_experts=1, routed_scaling=2.5, swiglu_limit=10.0, heads=64, q_lora=1536,
-        kv_lora=512, qk_nope=256, v_head=256, index_heads=32, index_dim=128, index_topk=2048,
-        index_kpool=4, kda_heads=64, kda_dim=128, conv=4, gate_bound=-5.0, hc_mult=4, hc_iters=20,
-        hc_eps=1e-6, mtp=0, eos=(154820, 154827, 154829))
+CODE_RMS = 107.2                # of e4m3 codes drawn evenly from all but NaN, 448 twice
 
 
 # ---- random bits -------------------------------------------------------------------------------
@@ -50,7 +34,7 @@ def _hashed(i, number):
     return U32(x ^ (x >> U32(16)))
 
 
-@cuda.jit
+@cuda.jit(**KERNEL)
 def _codes_kernel(words, number):
     # grid-stride; a word is four e4m3 codes
     for i in range(cuda.grid(1), words.size, cuda.gridsize(1)):
@@ -59,7 +43,7 @@ def _codes_kernel(words, number):
         words[i] = U32(bits ^ (nan >> U32(7)))      # a NaN loses its lowest bit: 448
 
 
-@cuda.jit
+@cuda.jit(**KERNEL)
 def _bf16_kernel(values, number, size):
     # grid-stride; evenly spread over -size .. size
     for i in range(cuda.grid(1), values.size, cuda.gridsize(1)):
@@ -119,7 +103,7 @@ class _Maker:
         feed = self.moe() if s.mlp_types[i] == "sparse" else self.mlp(self.part.dense)
         made = Layer(kind, self.dsa() if kind == "dsa" else self.kda(), self.hyper(), self.hyper(),
                      ones, ones, feed)
-        return _upload_vectors(made)
+        return upload(made)
 
     def hyper(self):
         s = self.shape
@@ -160,27 +144,20 @@ def _length(span):
     return span[1] - span[0]
 
 
-def _upload_vectors(tree):
-    """The tree with its NumPy arrays sent to the device; a Matrix is there already."""
-    if isinstance(tree, Matrix):
-        return tree
-    if isinstance(tree, tuple):
-        return type(tree)(*map(_upload_vectors, tree))
-    return upload(tree)
-
-
 def random_device_weights(shape, part, layers, seed):
     """Weights of one rank on the device: the first `layers` layers of shape, and the head.
 
-    shape: of `release_shape`, or any without a draft block whose slices start on multiples of 128.
-    The embedding is BF16 in host memory, its rows repeating every 1,024 tokens.
+    shape: of engine.release, or any without a draft block whose slices start on multiples of 128.
+    The embedding is BF16 in host memory, each token's row EMBED_STEP values on from the last one's
+    in one long random array: rows differ, and 155,000 of them take 2.5 MB.
     """
     assert not shape.mtp and layers <= shape.layers, (shape.mtp, layers)
     make = _Maker(shape, part, seed)
     made = tuple(make.layer(i) for i in range(layers))
     head = make.bf16(_length(part.vocab), shape.hidden)
-    rows = make.rng.standard_normal((min(1024, shape.vocab), shape.hidden), np.float32)
-    embed = np.resize(to_bf16(rows), (shape.vocab, shape.hidden))
+    line = to_bf16(make.rng.standard_normal((shape.vocab - 1) * EMBED_STEP + shape.hidden,
+                                            np.float32))
+    embed = np.lib.stride_tricks.sliding_window_view(line, shape.hidden)[::EMBED_STEP]
     norm = cuda.to_device(np.ones(shape.hidden, np.float32))
     cuda.synchronize()
     return Weights(embed, made, norm, head, None, {})

@@ -15,6 +15,7 @@ nothing here depends on a batch. NaN, or no finite largest logit, is a FaultErro
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -25,13 +26,17 @@ from engine.host import NJIT
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How one reply is drawn. max_tokens counts the reply's tokens; stop_ids end it."""
+    """How one reply is drawn. max_tokens counts the reply's tokens; stop_ids end it.
+
+    logprobs: None, or how many alternatives to report with each token's log-probability.
+    """
 
     temperature: float = 0.0    # 0 is greedy
     top_p: float = 1.0          # 0..1; 0 keeps one id
     seed: int = 0               # 0..2^64 - 1
     max_tokens: int = 1
     stop_ids: tuple = ()
+    logprobs: int | None = None
 
 
 def sample(logits, sampling, position):
@@ -52,6 +57,46 @@ def sample(logits, sampling, position):
     ids = _nucleus(weights, total, sampling.top_p)
     u = uniform(sampling.seed, position)
     return int(ids[_draw_host(weights[ids], u, sampling.top_p * total)])
+
+
+class Choice(NamedTuple):
+    """A token; its log-probability and ((id, log-probability), ...) of the best where asked for."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple = ()
+
+
+def choose(logits, sampling, position):
+    """`sample` with the log-probabilities that `sampling` asks for: a Choice.
+
+    They are those of the logits as they are, before temperature and top_p; float64.
+    """
+    token = sample(logits, sampling, position)
+    if sampling.logprobs is None:
+        return Choice(token)
+    log_total = _log_total_host(logits, logits.max())
+    best = _best(logits, sampling.logprobs)
+    return Choice(token, float(logits[token]) - log_total,
+                  tuple((int(i), float(logits[i]) - log_total) for i in best))
+
+
+def _best(logits, count):
+    """Ids of the `count` largest logits, lower id first on ties."""
+    if count == 0:
+        return ()
+    least = np.partition(logits, -count)[-count] if count < logits.size else logits.min()
+    ids = np.flatnonzero(logits >= least)
+    return ids[np.lexsort((ids, -logits[ids]))][:count]
+
+
+@njit("f8(f4[::1], f4)", **NJIT)
+def _log_total_host(logits, largest):
+    """log of the sum of exp(logits), ids ascending."""
+    total = 0.0
+    for logit in logits:
+        total += math.exp(np.float64(logit) - np.float64(largest))
+    return np.float64(largest) + math.log(total)
 
 
 def uniform(seed, position):

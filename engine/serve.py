@@ -83,6 +83,7 @@ class Desk:
     progress: object        # engine.progress.Progress
     interrupt: Interrupt
     seconds: dict
+    replying: bool = False  # a reply is being written
 
     def write(self, text):
         """text to standard output, at once. OutputLost where it takes no more."""
@@ -136,7 +137,7 @@ def generate(engine, ids, sampling, desk, take):
     Returns the Reply. On Ctrl-C, or when `take` fails, the request is cancelled first.
     """
     reply = Reply([])
-    desk.interrupt.pending = False
+    desk.interrupt.pending, desk.replying = False, True
     started = time.perf_counter()
     request = engine.submit(ids, sampling)
     try:
@@ -155,6 +156,8 @@ def generate(engine, ids, sampling, desk, take):
     except OutputLost:
         engine.cancel(request)
         raise
+    finally:
+        desk.replying = False
     return reply
 
 

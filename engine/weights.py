@@ -193,11 +193,11 @@ def open_model(folder):
 
 # ---- loading ----------------------------------------------------------------------------------
 
-def load_weights(source, shape, part, progress=None):
+def load_weights(source, shape, part, progress=None, drop=False):
     """This rank's Weights. source: a folder, or the Checkpoint that open_model gave with `shape`.
 
     progress(done, total), where given, is called after each layer with resident bytes; the last
-    call has done = total.
+    call has done = total. drop: the page cache forgets what was read after each layer.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     load = Loader(checkpoint, shape, part)
@@ -205,6 +205,8 @@ def load_weights(source, shape, part, progress=None):
     layers = []
     for i in range(shape.layers):
         layers.append(load.layer(i))
+        if drop:
+            checkpoint.forget()
         if progress:
             progress(_nbytes(layers), total)
     embed = checkpoint.mapped(EMBED)
@@ -212,6 +214,8 @@ def load_weights(source, shape, part, progress=None):
         embed = embed.copy()
     norm, head = checkpoint.vector(NORM), pack([checkpoint.matrix(HEAD, part.vocab)])
     mtp = load.mtp(shape.layers) if shape.mtp else None
+    if drop:
+        checkpoint.forget()
     sizes = _resident(layers, norm, head, mtp)
     sizes["embedding"] = embed.nbytes if embed.flags.owndata else 0
     if progress:
@@ -222,8 +226,9 @@ def load_weights(source, shape, part, progress=None):
 class Loader:
     """Reads one rank's slices of a layer. Everything here follows the names on disk.
 
-    How matrices are held is the methods `matrix`, `pack`, `pack_group` and `stack`: here as the
-    host path multiplies by them; engine.device_weights holds them as the kernels do.
+    How matrices are held is the methods `tensor`, `pack`, `pack_group` and `stack`: here as the
+    host path multiplies by them; engine.device_weights holds them as the kernels do. What `tensor`
+    gives is cut by rows, transposed, and handed to the others.
     """
 
     pack, pack_group = staticmethod(pack), staticmethod(pack_group)
@@ -231,8 +236,11 @@ class Loader:
     def __init__(self, checkpoint, shape, part):
         self.checkpoint, self.shape, self.part = checkpoint, shape, part
 
+    def tensor(self, name, rows=None, columns=None):
+        return self.checkpoint.matrix(name, rows, columns)
+
     def matrix(self, layer, name, rows=None, columns=None):
-        return self.checkpoint.matrix(layer_name(layer, name + ".weight"), rows, columns)
+        return self.tensor(layer_name(layer, name + ".weight"), rows, columns)
 
     def vector(self, layer, name, rows=None):
         return self.checkpoint.vector(layer_name(layer, name), rows)
@@ -246,7 +254,7 @@ class Loader:
                      self.moe(i) if feed == "sparse" else self.mlp(i, "mlp", self.part.dense))
 
     def hyper(self, i, site):
-        fn = self.checkpoint.matrix(layer_name(i, f"hc_{site}_fn"))
+        fn = self.tensor(layer_name(i, f"hc_{site}_fn"))
         return Hyper(self.pack([fn]), self.vector(i, f"hc_{site}_base"),
                      self.vector(i, f"hc_{site}_scale"))
 
@@ -275,7 +283,7 @@ class Loader:
         keys = [kv_b[h * both:h * both + s.qk_nope].T for h in range(stop - first)]
         values = [kv_b[h * both + s.qk_nope:(h + 1) * both] for h in range(stop - first)]
         index = "self_attn.indexer."
-        gate = self.checkpoint.matrix(layer_name(i, index + "index_kpool_compress_gate"))
+        gate = self.tensor(layer_name(i, index + "index_kpool_compress_gate"))
         return Dsa(self.pack([self.matrix(i, "self_attn.q_a_proj"),
                               self.matrix(i, "self_attn.kv_a_proj_with_mqa")]),
                    self.vector(i, "self_attn.q_a_layernorm.weight"),

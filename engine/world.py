@@ -7,11 +7,13 @@ between two ranks never overtake each other, so one tag is enough. Sums are take
 0..W-1 whatever the size (rank law).
 """
 
+import contextlib
 import ctypes
 import json
 import os
 import sys
 import time
+import weakref
 
 import mpi4py
 
@@ -23,6 +25,7 @@ from engine import errors  # noqa: E402
 
 SUM_WHOLE_BYTES = 32 * 1024   # a sum up to here sends whole arrays; above, each rank sums a share
 REPORT_BYTES = 16384          # of a report in `agree`: 1,000 characters, at most 12 bytes each
+ABORT_SECONDS = 0.3           # for mpirun to pass on what was written: it drops the rest
 PR_SET_TIMERSLACK = 29
 SPIN_SECONDS = (200e-6, 40e-6)    # before the first sleep: a core a rank, more ranks than cores
 SLEEP_SECONDS = (20e-6, 4e-3)     # shortest, longest; between them 2 % of the time waited so far
@@ -38,6 +41,10 @@ class World:
         machine = comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = machine.Get_rank(), machine.Get_size()
         machine.Free()
+        if self.local_rank == 0:
+            _unlink_shared()
+        self.alarm = None           # () -> error of a lost rank or None, asked while waiting
+        self.seconds = {}           # waited in exchanges, by stage
         self._spin = SPIN_SECONDS[self.local_size > (os.cpu_count() or 1)]
         if sys.platform == "linux":      # the kernel rounds a short sleep up by 50 us otherwise
             ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0)
@@ -51,6 +58,7 @@ class World:
         """End every rank at once; for faults that the others cannot be told of in any other way."""
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(ABORT_SECONDS)
         self._comm.Abort(code)
 
     def cuda_aware(self):
@@ -69,6 +77,8 @@ class World:
         while not MPI.Request.Testall(requests):
             waited = time.perf_counter() - started
             if waited > self._spin:
+                if self.alarm is not None and (error := self.alarm()) is not None:
+                    raise error
                 time.sleep(min(max(SLEEP_SECONDS[0], 0.02 * waited), SLEEP_SECONDS[1]))
 
     def exchange(self, *pairs):
@@ -78,20 +88,31 @@ class World:
         these two. Both sides know the sizes from the plan. A rank's own part is copied. All pairs
         travel at once and cost one wait.
         """
-        requests = []
+        requests = self._requests(pairs, self._comm.Irecv, self._comm.Isend)
+        self._copy_own(pairs)
+        self._wait(requests)
+
+    def repeated(self, *pairs):
+        """The same exchange to be made again and again: an Exchange."""
+        return Exchange(self, pairs)
+
+    def _requests(self, pairs, receive, send):
+        found = []
         for _, incoming in pairs:
             for i, array in enumerate(incoming):
                 if array is not None and array.size and i != self.rank:
-                    requests.append(self._comm.Irecv([array, array.nbytes, MPI.BYTE], i))
-        for outgoing, incoming in pairs:
+                    found.append(receive([array, array.nbytes, MPI.BYTE], i))
+        for outgoing, _ in pairs:
             for j, array in enumerate(outgoing):
                 if array is not None and array.size and j != self.rank:
-                    requests.append(self._comm.Isend([array, array.nbytes, MPI.BYTE], j))
+                    found.append(send([array, array.nbytes, MPI.BYTE], j))
+        return found
+
+    def _copy_own(self, pairs):
+        for outgoing, incoming in pairs:
             mine = incoming[self.rank]
             if mine is not None and mine.size and mine is not outgoing[self.rank]:
                 _copy(mine, outgoing[self.rank])
-        if requests:
-            self._wait(requests)
 
     def gather(self, mine, parts=None):
         """Every rank's array, in rank order: [W, *mine.shape], or uneven arrays in `parts`."""
@@ -154,6 +175,56 @@ class World:
         name, message, hint = json.loads(everyone[failed[0]].tobytes().rstrip(b"\0"))
         kind = getattr(errors, name, errors.FaultError)
         return failed[0], kind(message, hint, rank=failed[0] if len(failed) < self.size else None)
+
+
+class Exchange:
+    """World.exchange of the same arrays, made many times: `start`, then `finish`; a call does both.
+
+    Between the two the arrays are the MPI's; other exchanges may be made meanwhile. Requests are
+    made once and started again (a decode step has more than a hundred exchanges, and making a
+    request anew costs Python twice what starting it does).
+    """
+
+    def __init__(self, world, pairs):
+        self._world, self._pairs = world, pairs
+        comm = world._comm
+        self._requests = world._requests(pairs, comm.Recv_init, comm.Send_init)
+        weakref.finalize(self, _free, self._requests)
+
+    def __call__(self):
+        self.start()
+        self.finish()
+
+    def start(self):
+        """Post the sends and receives."""
+        if self._requests:
+            MPI.Prequest.Startall(self._requests)
+        self._world._copy_own(self._pairs)
+
+    def finish(self):
+        """Wait until all have arrived and left."""
+        if self._requests:
+            self._world._wait(self._requests)
+
+
+def _unlink_shared():
+    """Take MPICH's shared memory out of the file system, where a killed rank would leave it.
+
+    By now every rank of the machine has it mapped; the memory itself goes with the last of them.
+    """
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as f:
+            paths = {line.split(maxsplit=5)[5].strip() for line in f if "/mpich_shm_" in line}
+    except OSError:             # no such file on this system
+        return
+    for path in paths:
+        with contextlib.suppress(OSError):      # "... (deleted)"
+            os.unlink(path)
+
+
+def _free(requests):
+    for request in requests:
+        request.Free()
 
 
 def _copy(target, source):

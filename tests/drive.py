@@ -117,11 +117,14 @@ def replies(engine, requests):
         return None, waited
     out = {engine.submit(prompt, sampling): [] for prompt, sampling in requests}
     while engine.busy:
+        ended = 0
         for event in engine.step():
             out[event.id].append(event.token)
+            ended += event.finish_reason is not None
         engine.pool.check()
-        if engine.scheduler._live and engine.scheduler._waiting:
-            free = len(engine.scheduler._free_seats) - len(engine.scheduler._closes)
+        scheduler = engine.scheduler
+        if scheduler.live and scheduler.waiting:
+            free = len(scheduler._free_seats) + len(scheduler.kept) - ended
             waited.add("pages" if free else "seats")    # when the round was planned
     engine.stop()
     return list(out.values()), waited

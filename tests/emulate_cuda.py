@@ -7,14 +7,16 @@ give other bits here, as they may on a GPU. `late` says when an asynchronous cop
 (finds a stage that is filled too early) or only when it is waited for (finds one read too early).
 """
 
+import math
 import threading
 import types as pytypes
 
 import numpy as np
 
-from engine import gemm, gemm_experts, gemm_parts
+from engine import gemm, gemm_experts, gemm_few, gemm_parts, gemm_ring
 
 _here = threading.local()
+DYNAMIC = 99 * 1024             # bytes of dynamic shared memory: all that the smallest GPU has
 
 
 class Warp:
@@ -52,9 +54,9 @@ def _fake_cuda():
 
     def array(count, dtype):
         _here.arrays += 1
+        kind = dtype if dtype is np.float32 else np.int64 if dtype is int else np.uint32
         with _here.lock:
-            return _here.shared.setdefault(_here.arrays, np.zeros(
-                count, np.float32 if "float" in str(dtype) else np.int64))
+            return _here.shared.setdefault(_here.arrays, np.zeros(count or DYNAMIC // 4, kind))
     cuda.shared = pytypes.SimpleNamespace(array=array)
     return cuda
 
@@ -104,9 +106,13 @@ def mma(a, b, c):
 def _product(sums, w, weights, rows):
     fp8 = _is_fp8(w)
     wide = 2 if fp8 else 1
-    nt = next(n for n in (1, 2, 4) for c in (1, 2, 4)
-              if len(rows) == 4 * wide * c * n and len(weights) * n * 4 == len(sums) * 8 * c)
-    chunks = len(rows) // (4 * wide * nt)
+    chunks = math.isqrt(len(weights) * len(rows) // (8 * wide * len(sums)))
+    nt = len(rows) // (4 * wide * chunks)
+    if len(sums) == 2 * nt:                 # one eight of outputs: zeros for the lower half
+        full = sum((sums[i:i + 2] + (np.float32(0),) * 2 for i in range(0, len(sums), 2)), ())
+        both = sum((weights[i:i + 4] + (0,) * 4 for i in range(0, len(weights), 4)), ())
+        full = _product(full, w, both, rows)
+        return sum((full[i:i + 2] for i in range(0, len(full), 4)), ())
     mt = len(sums) // (4 * nt)
 
     def together(lanes):
@@ -146,13 +152,13 @@ def fma(a, b, c):
 
 
 def _scaled(sums, products, scales):
-    nt = len(sums) // (2 * len(scales))
-    return tuple(fma(scales[2 * (q // (4 * nt)) + (q >> 1 & 1)], products[q], s)
+    nt, pair = len(sums) // (2 * len(scales)), min(len(scales), 2)
+    return tuple(fma(scales[q // (2 * pair * nt) * 2 + q % (2 * pair) // 2], products[q], s)
                  for q, s in enumerate(sums))
 
 
 def _shared_bytes():
-    return _here.shared[1].view(np.uint8)[:4 * gemm.STAGE_WORDS]
+    return _here.shared[1].view(np.uint8)
 
 
 def _lds128(where):
@@ -182,18 +188,41 @@ def _copy_wait(pending):
             land()
 
 
-def _shared_rows(where, w, nt):
-    starts = (where, where ^ 16) if _is_fp8(w) else (where,)
-    step = 8 * gemm_parts.ROW_BYTES * len(starts)
-    return sum((_lds128(start + step * r) for start in starts for r in range(nt)), ())
+# ---- of gemm_ring: an address is (array, index) --------------------------------------------------
+
+def _row_addresses(array, base, first, last, shift, stride, count):
+    return tuple((array, base + (min(first + 8 * i, last) >> shift) * stride)
+                 for i in range(count))
 
 
-def _store_tile(where, sums, mt):
-    nt = len(sums) // (4 * mt)
+def _start_step(where, w, rows, k, end, chunks):
+    step = 64 if _is_fp8(w) else 32
+    for i in range(chunks):
+        for j, (array, at) in enumerate(rows):
+            inside = k + step * i < end
+            _copy16(where + (i * len(rows) + j) * 512, array, at + k + step * i if inside else 0,
+                    16 if inside else 0)
+
+
+def _row_words(rows, k, w, chunks, end=None):
+    places = [64 * c + half for c in range(chunks) for half in (0, 8)] if _is_fp8(w) else \
+        [32 * c for c in range(chunks)]
+    return sum(((0,) * 4 if end is not None and k + place >= end else
+                _words(array, at + k + place) for place in places for array, at in rows), ())
+
+
+def _lane_scales(rows, block, w):
+    return tuple(array[at + block] if _is_fp8(w) else np.float32(0) for array, at in rows)
+
+
+def _scales_of(scales, lane, eights):
+    return sum(((_here.warp.meet(scale)[lane],) * (eights // len(scales)) for scale in scales), ())
+
+
+def _store_sums(where, values):
     words = _shared_bytes().view(np.float32)
-    for q, value in enumerate(sums):
-        at = (8 * (q // 4 % nt) + (q & 1)) * gemm_parts.TILE_STRIDE
-        words[where // 4 + at + 16 * (q // (4 * nt)) + 8 * (q >> 1 & 1)] = value
+    for i, value in enumerate(values):
+        words[where // 4 + 32 * i] = value
 
 
 def _store_parts(array, index, step, values):
@@ -221,11 +250,12 @@ FAKES = dict(
     load_rows=lambda x, rows, k, w: _load(x, rows, k, w, gemm_parts._ROWS),
     load_rows_tail=lambda x, rows, k, w, end: _load(x, rows, k, w, gemm_parts._ROWS, end),
     load_scales=lambda scales, rows, block: tuple(scales[row + block] for row in rows),
-    product=_product, scaled=_scaled, store_tile=_store_tile, store_parts=_store_parts,
+    product=_product, scaled=_scaled, store_parts=_store_parts,
     added=lambda a, b: tuple(x + y for x, y in zip(a, b)),
-    shared_weights=lambda where, mt: sum(
-        (_lds128(where + 8 * gemm_parts.ROW_BYTES * r) for r in range(2 * mt)), ()),
-    shared_rows=_shared_rows)
+    row_addresses=_row_addresses, start_step=_start_step,
+    read_step=lambda where, count: sum((_lds128(where + 512 * i) for i in range(count)), ()),
+    row_words=_row_words, row_words_tail=_row_words, lane_scales=_lane_scales,
+    scales_of=_scales_of, store_sums=_store_sums)
 
 
 # ---- launches ----------------------------------------------------------------------------------
@@ -277,7 +307,7 @@ class Launch:
 
 def install(monkeypatch, late=False):
     """Make gemm.gemm and gemm_experts.experts run here on NumPy arrays (stream: anything)."""
-    for module in (gemm, gemm_experts):
+    for module in (gemm, gemm_few, gemm_ring, gemm_experts):
         for name, value in list(vars(module).items()):
             if name in FAKES:
                 monkeypatch.setattr(module, name, FAKES[name])
@@ -285,5 +315,12 @@ def install(monkeypatch, late=False):
                 python = value.py_func
                 monkeypatch.setattr(module, name, Launch(python, late)
                                     if name.endswith("_kernel") else python)
-    make = gemm.gemv_kernel.__wrapped__     # past its cache, which must not keep a Python kernel
-    monkeypatch.setattr(gemm, "gemv_kernel", lambda *key: Launch(make(*key), late))
+    # past their caches, which must not keep a Python kernel
+    makers = gemm_few.gemv_kernel.__wrapped__, gemm_ring.ring_kernel.__wrapped__
+    chainer, walker = gemm_few.chainer.__wrapped__, gemm_ring.walker.__wrapped__
+    monkeypatch.setattr(gemm_few, "chainer", chainer)
+    monkeypatch.setattr(gemm_ring, "walker", walker)
+    monkeypatch.setattr(gemm_few, "gemv_kernel", lambda *form: Launch(makers[0](*form), late))
+    for module in (gemm_few, gemm_ring):
+        monkeypatch.setattr(module, "ring_kernel", lambda *form: Launch(makers[1](*form), late))
+    monkeypatch.setattr(gemm_experts, "chain", chainer(2))

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 MAX_LINES = 400
 OURS = ("engine", "tui")
 # Packages that may import a closed list only; a name stands for its submodules too.
-STAGES = ("math", "numpy", "numba", "engine.shape", "engine.host", "engine.linear", "engine.device")
-MODEL = (*STAGES, "engine.model.norm", "engine.model.dense", "engine.model.dots")
+STAGES = ("functools", "math", "numpy", "numba", "engine.shape", "engine.host", "engine.linear",
+          "engine.device", "engine.attend_parts")
+MODEL = (*STAGES, "engine.model.norm", "engine.model.dense", "engine.model.thirds",
+         "engine.model.hyper_cuda", "engine.model.kda_chunk_cuda", "engine.model.kda_row_cuda")
 POOL = ("numpy", "engine.shape", "engine.errors", "engine.pool")
 # Modules low in the tree, by what of ours they may import.
 LOW = {
@@ -22,13 +24,26 @@ LOW = {
     "engine.host": (),
     "engine.linear": ("engine.host",),
     "engine.errors": ("engine.shape",),
-    "engine.config": ("engine.shape", "engine.errors"),
+    "engine.options": ("engine.errors",),
+    "engine.config": ("engine.shape", "engine.errors", "engine.options"),
     "engine.world": ("engine.shape", "engine.errors"),
     "engine.sequence": ("engine.errors", "engine.pool", "engine.sample"),
     "engine.prompt": ("engine.errors",),
-    "engine.scheduler": ("engine.prompt", "engine.pool", "engine.sample", "engine.sequence"),
+    "engine.round": ("engine.errors", "engine.pool"),
+    "engine.scheduler": ("engine.errors", "engine.prompt", "engine.pool", "engine.round",
+                         "engine.sample", "engine.sequence"),
+    "engine.telemetry": (),
+    "engine.hub": ("engine.errors",),
+    "engine.pulse": ("engine.errors",),
+    "engine.api.parse": ("engine.chat",),
+    "engine.api.body": ("engine.errors", "engine.sample"),
+    "engine.api.reply": ("engine.api.parse", "engine.chat"),
+    "engine.api.status": ("engine.hub", "engine.telemetry"),
+    "engine.api.app": ("engine.api", "engine.errors"),
 }
-MPI_IMPORTER = "engine.world"
+# Packages of which one part of engine/ is the only importer.
+ONLY = {"mpi4py": ("engine.world",), "starlette": ("engine.api",), "uvicorn": ("engine.api",),
+        "prometheus_client": ("engine.api",), "socket": ("engine.pulse", "engine.api.app")}
 ENVIRONMENT_READER = "engine.config"
 START = "engine.__main__"  # may import ours inside functions: it prepares the environment first
 LATE = ("numpy", "numba", "llvmlite", "mpi4py")  # so must not be imported by importing START
@@ -117,8 +132,9 @@ def _forbidden(importer, name):
     ours = within(name, OURS)
     if ours and not within(name, importer.split(".")[:1]):
         return "engine and tui speak HTTP only"
-    if within(name, ("mpi4py",)) and importer != MPI_IMPORTER:
-        return f"{MPI_IMPORTER} is the only importer of mpi4py"
+    for package, importers in ONLY.items():
+        if within(name, (package,)) and not within(importer, importers):
+            return f"{' and '.join(importers)} alone may import {package}"
     if within(importer, ("engine.stages",)):
         return None if within(name, STAGES) else "a stage imports " + ", ".join(STAGES) + " only"
     if within(importer, ("engine.pool",)):

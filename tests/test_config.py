@@ -14,6 +14,7 @@ import pytest
 from engine import config as front
 from engine.config import Config, HelpWanted, fit, parse, parse_ids, read_prompt
 from engine.errors import EngineError, RequestError, UsageError
+from engine.release import named_shape
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -35,13 +36,21 @@ def test_every_option_arrives():
                 "--top-p 0.9 --seed 18446744073709551615 --json --model m --context 100 "
                 "--parallel 2 --pages 9 --page-rows 128 --placement striped --replicate 256 "
                 "--split off --kv-dtype float32 --chunk 3 --backend host --poison "
-                "--shuffle-pages".split())
+                "--shuffle-pages --drop-page-cache".split())
     assert got == Config(
         prompt="hello", system="be-short", effort="low", max_tokens=7, temperature=0.5, top_p=0.9,
         seed=2 ** 64 - 1, json=True, model="m", context=100, parallel=2, pages=9, page_rows=128,
         placement="striped", replicate=256, split=False, kv_dtype="float32", chunk=3,
-        backend="host", poison=True, shuffle_pages=True)
+        backend="host", poison=True, shuffle_pages=True, drop_page_cache=True)
     assert got.one_reply
+
+
+def test_random_weights():
+    got = parse("bench --weights random --shape glm-5.3-flash --layers 4".split())
+    assert got == Config(command="bench", weights="random", shape="glm-5.3-flash", layers=4,
+                         print_ids=True)
+    got = parse("--weights random --shape glm-5.3-flash --prompt-ids 5 --json".split())
+    assert got.layers is None and got.json and not got.print_ids
 
 
 def test_commands():
@@ -92,6 +101,17 @@ def test_a_forgotten_value_is_not_the_next_option():
     (["--prompt-ids", "5,-1"], "'-1'", "5,17"),
     (["--prompt", "ab\udcffc"], "0xff after 2", "UTF-8"),
     (["--model", "\udcfe"], "--model", "UTF-8"),
+    (["--weights", "ranodm"], "'ranodm'", "random"),
+    (["--layers", "4"], "--layers 4 is for weights that are made", "--weights random"),
+    (["bench", "--shape", "glm-5.3-flash"], "--shape glm-5.3-flash is for", "--weights random"),
+    (["bench", "--weights", "random"], "of which model", "--shape glm-5.3-flash"),
+    (["bench", "--weights", "random", "--shape", "glm-5.3-flash", "--model", "m"], "--model m",
+     "one of them"),
+    (["bench", "--weights", "random", "--shape", "glm-5.3-flash", "--layers", "0"], "'0'",
+     "--layers 1"),
+    (["--weights", "random", "--shape", "glm-5.3-flash"], "without a tokenizer", "--prompt-ids"),
+    (["--weights", "random", "--shape", "glm-5.3-flash", "--prompt", "x"], "without a tokenizer",
+     "--prompt-ids"),
 ])
 def test_refused_with_numbers_and_remedy(argv, message, hint):
     error = refusal(*argv)
@@ -105,6 +125,15 @@ def test_refused_with_numbers_and_remedy(argv, message, hint):
 def test_an_empty_prompt_is_refused(argv):
     error = refusal(*argv)
     assert isinstance(error, RequestError) and "empty" in str(error) and error.hint
+
+
+def test_released_models_are_known_by_name():
+    assert named_shape("glm-5.3-flash").layers == 45 and named_shape("glm-5.3-flash", 1).layers == 1
+    for name, layers, message, hint in (("glm", None, "--shape glm", "--shape glm-5.3-flash"),
+                                        ("glm-5.3-flash", 46, "45 layers", "--layers 45")):
+        with pytest.raises(UsageError, match=message) as caught:
+            named_shape(name, layers)
+        assert caught.value.hint.endswith(hint)
 
 
 def test_a_long_wrong_value_is_cut_short_in_the_message():

@@ -347,5 +347,5 @@ def test_errors_say_what_happened_and_what_would_help():
     assert WorldError("lost", rank=3).report() == "sparkgrid: rank 3: lost"
     codes = {kind.__name__: kind.exit_code for kind in EngineError.__subclasses__()}
     assert codes == {"UsageError": 2, "ModelError": 3, "PlanError": 4, "RequestError": 5,
-                     "WorldError": 6, "FaultError": 7}
+                     "WorldError": 6, "FaultError": 7, "Unavailable": 8}
     assert ResidueMismatch("x").exit_code == 6

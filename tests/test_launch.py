@@ -16,6 +16,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 VENV = f"{ROOT}/.venv/bin"
+SHELL = ["sh", "-c", 'trap : HUP INT TERM USR1; "$@"; exit $?', "rank"]
 PLAIN = {name: value for name, value in os.environ.items() if name != "SPARKGRID_MPI"}
 
 
@@ -47,9 +48,23 @@ def write_script(path, text):
 ])
 def test_dry_run_prints_the_command_and_starts_nothing(args, mpirun, engine, tmp_path):
     done = launch("--dry-run", *args, cwd=tmp_path, path=tmp_path)
-    assert shlex.split(done.stdout) == [f"{VENV}/mpirun", *mpirun, f"{VENV}/python", "-m",
-                                        "engine", *engine]
+    assert shlex.split(done.stdout) == [
+        f"{VENV}/python", "-m", "engine.keeper", f"{VENV}/mpirun", "-disable-auto-cleanup", *mpirun,
+        *SHELL, f"{VENV}/python", "-m", "engine", *engine]
     assert done.returncode == 0 and done.stderr == "" and not list(tmp_path.iterdir())
+
+
+def test_supervised_the_front_gets_the_options():
+    words = shlex.split(launch("--dry-run", "--supervise", "-n", "2", "--port", "80").stdout)
+    assert words[:5] == [f"{VENV}/python", "-m", "engine.front", "--port", "80"]
+    assert words[5:] == ["--", f"{VENV}/mpirun", "-disable-auto-cleanup", "-np", "2", *SHELL,
+                         f"{VENV}/python", "-m", "engine"]
+
+
+@pytest.mark.parametrize("signal, code", [("", 7), ("kill -9 $$; ", 128 + 9)])
+def test_the_shell_above_a_rank_passes_its_code_on(signal, code):
+    rank = ["sh", "-c", f"{signal}exit 7"]
+    assert subprocess.run([*SHELL, *rank], stderr=subprocess.DEVNULL).returncode == code
 
 
 @pytest.mark.parametrize("version, hosts", [
@@ -59,12 +74,12 @@ def test_the_systems_mpirun_and_its_switches(version, hosts, tmp_path):
     done = launch("--dry-run", "--hosts", "a,b", path=tmp_path, SPARKGRID_MPI="system")
     words = shlex.split(done.stdout)
     at = words.index(f"{tmp_path}/mpirun")
-    assert words[at + 1:at + 5] == ["-np", "2", hosts, "a,b"]
-    switches = set(words[1:at])
+    switches = set(words[4:at])
     if hosts == "-hosts":
-        assert at == 0
+        assert at == 3 and words[4:9] == ["-disable-auto-cleanup", "-np", "2", hosts, "a,b"]
     else:
-        assert words[0] == "env" and "OMPI_MCA_rmaps_base_oversubscribe=1" in switches
+        assert words[at + 1:at + 6] == ["-np", "2", hosts, "a,b", f"{VENV}/python"]
+        assert words[3] == "env" and "OMPI_MCA_rmaps_base_oversubscribe=1" in switches
         assert "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe" in switches
         assert ("OMPI_ALLOW_RUN_AS_ROOT=1" in switches) == (os.getuid() == 0)
 
@@ -72,7 +87,8 @@ def test_the_systems_mpirun_and_its_switches(version, hosts, tmp_path):
 def test_help_says_what_there_is():
     done = launch("--help")
     assert done.returncode == 0 and done.stderr == ""
-    for word in ("-n RANKS", "--hosts", "--model", "--dry-run", "test", "SPARKGRID_MPI"):
+    for word in ("-n RANKS", "--hosts", "--model", "--supervise", "--dry-run", "test",
+                 "SPARKGRID_MPI"):
         assert word in done.stdout
 
 
@@ -135,11 +151,16 @@ def tree(tmp_path):
         log.write_text("")
         done = launch(*args, root=root, path=tmp_path / "bin", LOG=str(log), FAKE=FAKE, **env)
         asked = [line for line in log.read_text().splitlines()
-                 if " -c " not in line and line != "MPIRUN --version"]
+                 if line.split()[1:2] != ["-c"] and line != "MPIRUN --version"]
         return done, asked
 
     start.root = root
     return start
+
+
+def started(line):
+    """What it started ranks with, None where it did something else."""
+    return line if line.startswith("python -m engine.") else None
 
 
 def installs(asked):
@@ -150,11 +171,13 @@ def test_installs_once_and_again_when_setup_cfg_changes(tree):
     done, asked = tree("-n", "2", "--json")
     assert done.returncode == 0 and done.stdout == ""
     assert asked[0].startswith("python3 -m venv --clear") and installs(asked) == [".[mpi]"]
-    assert asked[-1] == f"MPIRUN -np 2 {tree.root}/.venv/bin/python -m engine --json"
+    assert asked[-1] == (f"python -m engine.keeper {tree.root}/.venv/bin/mpirun "
+                         f"-disable-auto-cleanup -np 2 {' '.join(SHELL)} "
+                         f"{tree.root}/.venv/bin/python -m engine --json")
     assert "making" in done.stderr and "installing sparkgrid with mpi" in done.stderr
 
     done, asked = tree()
-    assert len(asked) == 1 and asked[0].startswith("MPIRUN -np 6")
+    assert len(asked) == 1 and "-np 6" in started(asked[0])
     assert done.stderr == "mpi_launch: starting 6 ranks\n"
 
     with open(tree.root / "setup.cfg", "a") as f:
@@ -173,7 +196,8 @@ def test_test_installs_what_the_tests_need_and_runs_them(tree):
 def test_the_systems_mpi_is_not_joined_by_another(tree, tmp_path):
     write_script(tmp_path / "bin/mpirun", 'printf "SYSTEM %s\\n" "$*" >>"$LOG"\n')
     done, asked = tree(SPARKGRID_MPI="system")
-    assert installs(asked) == ["."] and asked[-1].startswith("SYSTEM -np 6"), done.stderr
+    assert installs(asked) == ["."] and started(asked[-1]), done.stderr
+    assert f"{tmp_path}/bin/mpirun" in asked[-1]
     assert installs(tree("test", SPARKGRID_MPI="system")[1]) == [".[test]"]
 
 
@@ -191,7 +215,7 @@ def test_a_python_without_ensurepip_uses_the_systems_pip(tree):
 def test_what_cannot_be_installed_is_said_and_nothing_starts(tree, fake, what, remedy):
     done, asked = tree(FAKE=fake)
     assert done.returncode == 2 and what in done.stderr and remedy in done.stderr
-    assert not [line for line in asked if line.startswith("MPIRUN")]
+    assert not any(map(started, asked))
     assert installs(tree()[1]) == [".[mpi]"]  # the next try starts over
 
 

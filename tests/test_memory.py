@@ -8,7 +8,7 @@ import pytest
 
 from engine.config import Config
 from engine.errors import PlanError
-from engine.memory import (check_memory, plan, pool_pages, token_bytes, weight_bytes,
+from engine.memory import (Place, Plan, check_memory, plan, pool_pages, token_bytes, weight_bytes,
                            window_pages)
 from engine.pool.lease import Pool
 from engine.pool.owner import class_size
@@ -168,10 +168,18 @@ def test_ranks_share_the_releases_weights():
 
 
 def test_memory_that_is_short_is_refused_by_rank():
-    check_memory(1000, 1000, 3)
-    with pytest.raises(PlanError, match="rank 3 needs 1,001 bytes.* 1,000") as caught:
-        check_memory(1001, 1000, 3)
-    assert caught.value.rank == 3 and caught.value.hint
+    sizes = [(("KV latents", size << 30), ("states", 1 << 30)) for size in (3, 4)]
+    made = Plan(1, (1, 1), 0, 1, 1, tuple(sizes))
+    check_memory(made, [Place(1, 9 << 30, 10 << 30, 0)] * 2)
+    check_memory(made, [Place(1, 4 << 30, 10 << 30, 0), Place(2, 5 << 30, 10 << 30, 0)])
+    with pytest.raises(PlanError, match="^ranks 0, 1 share a memory and need 9.00 GiB together; "
+                       r"rank 1 needs 5.00 GiB \(KV latents 4.00 GiB, states 1.00 GiB, ...\); "
+                       "8.99 GiB of 10.00 GiB are free; by whom$") as caught:
+        check_memory(made, [Place(1, (9 << 30) - (10 << 20), 10 << 30, 0)] * 2,
+                     lambda ranks: "by whom" if ranks == [0, 1] else "")
+    assert caught.value.rank is None and caught.value.hint
+    with pytest.raises(PlanError, match="^rank 1 needs 5.00 GiB"):
+        check_memory(made, [Place(1, 4 << 30, 10 << 30, 0), Place(2, 4 << 30, 10 << 30, 0)])
 
 
 def test_states_of_the_release():

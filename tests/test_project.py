@@ -13,19 +13,25 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "bench"))
 import project  # noqa: E402
 import release  # noqa: E402
 from engine import random_weights  # noqa: E402
+from engine.checkpoint import expected_tensors  # noqa: E402
+from engine.memory import weight_bytes  # noqa: E402
+from engine.release import Unwritten, release_shape  # noqa: E402
 from engine.shape import Shape, part  # noqa: E402
 
-SHAPE = random_weights.release_shape()
+SHAPE = release_shape()
 WORLDS = (1, 2, 3, 4, 6, 8)
 
 
 def test_release_shape_is_the_releases():
     whole = Shape.from_config(release.CONFIG)
     assert SHAPE == replace(whole, mtp=0)
-    eight = random_weights.release_shape(8)
+    eight = release_shape(8)
     assert eight == replace(SHAPE, layers=8, layer_types=SHAPE.layer_types[:8],
                             mlp_types=SHAPE.mlp_types[:8])
     assert eight.dsa_layers == (3, 7) and eight.mlp_types.count("sparse") == 5
+    matrices = [name for name in expected_tensors(SHAPE) if name.endswith("weight")]
+    assert len(matrices) > 36_000
+    assert all(Unwritten.kind(name) == release.fp8_kind(name) for name in matrices)
 
 
 def test_weights_of_a_token_are_what_others_counted():
@@ -74,7 +80,7 @@ def test_weights_are_the_bytes_of_a_made_tree(world, monkeypatch):
     for fill in ("fill_codes", "fill_bf16"):
         monkeypatch.setattr(random_weights, fill, lambda *args: None)
     monkeypatch.setattr(random_weights, "upload", lambda tree: tree)
-    shape = replace(random_weights.release_shape(4), experts=16)
+    shape = replace(release_shape(4), experts=16)
     own = part(shape, 0, world)
     tree = random_weights.random_device_weights(shape, own, 4, 1)
 
@@ -85,6 +91,7 @@ def test_weights_are_the_bytes_of_a_made_tree(world, monkeypatch):
 
     made = count((tree.layers, tree.norm, tree.head))
     assert made == sum(project.weight_bytes(shape, own, 16).values())
+    assert made == sum(weight_bytes(shape, own, Unwritten.kind, "cuda").values())
     assert tree.embed.shape == (shape.vocab, shape.hidden) and tree.mtp is None
 
 

@@ -4,9 +4,9 @@
 import numpy as np
 import pytest
 
-from engine.errors import RequestError
+from engine.errors import QueueFull, RequestError
 from engine.pool.lease import Pool
-from engine.sample import Sampling
+from engine.sample import Choice, Sampling
 from engine.scheduler import Scheduler
 
 PAGE = 64
@@ -26,15 +26,16 @@ def pick(row, sampling, position):
 
 
 def step(s, token=pick):
-    """One round: (its plan, its events)."""
+    """One round: (its plan, its events as (request, token, reason))."""
     plan = s.plan()
-    events = s.commit(plan, token)
+    events = s.commit(plan, lambda *where: Choice(token(*where)))
     s.pool.check()
-    return plan, events
+    return plan, [(sequence.id, choice.token, reason) for sequence, choice, reason in events]
 
 
 def free(s):
-    return s.pool.available()
+    """Pages of each class that a new conversation could have: free, or kept for an ended one."""
+    return [c.free + c.kept for c in s.pool.counts()[0]]
 
 
 def finish(s, rounds=500):
@@ -50,8 +51,8 @@ def finish(s, rounds=500):
 
 def state(s):
     """What a refusal must leave alone."""
-    return (free(s), s.pool.counts(), len(s._waiting), dict(s._live), list(s._free_seats),
-            list(s._closes), s._submitted, s._rounds)
+    return (free(s), s.pool.counts(), len(s.waiting), dict(s.live), dict(s.kept),
+            list(s._free_seats), list(s._closes), s._submitted, s._rounds)
 
 
 # --- rounds ---------------------------------------------------------------------------------------
@@ -76,9 +77,7 @@ def test_a_prompt_goes_in_chunks_and_its_last_row_gives_the_first_token():
     plan, events = step(s)
     assert plan.tokens.tolist() == [100] and plan.positions.tolist() == [231]
     assert events == [(request, 100, "length")]
-    plan, events = step(s)
-    assert plan.closes == (seat,) and plan.chunk is None and not plan.tokens.size and not events
-    assert not s.busy and free(s) == [8]
+    assert not s.busy and free(s) == [8] and list(s.kept) == [seat]
 
 
 def test_decoding_goes_on_beside_the_chunks_of_a_long_prompt():
@@ -138,7 +137,11 @@ def test_admission_is_in_order_of_arrival_and_nobody_overtakes():
     plan, _ = step(s)
     # the third would fit beside the first, but the second came before it
     assert len(plan.opens) == 1 and free(s) == [1]
-    assert list(finish(s)) == [first, second, third]
+    while s.waiting:
+        assert [q.id for q in s.waiting] == [second, third]
+        step(s)
+    assert [q.id for q in s.live.values()] == [second, third]
+    assert first == 0 and set(finish(s)) == {second, third}
 
 
 def test_a_lease_is_granted_whole_or_not_at_all():
@@ -148,7 +151,7 @@ def test_a_lease_is_granted_whole_or_not_at_all():
     ask(s, 150)
     for _ in range(2):
         plan, _ = step(s)
-        assert not plan.opens and free(s) == [2] and len(s._waiting) == 1
+        assert not plan.opens and free(s) == [2] and len(s.waiting) == 1
     finish(s)
     assert free(s) == [5]
 
@@ -159,7 +162,7 @@ def test_a_lease_holds_the_prompt_and_the_longest_reply():
     ask(s, 60, max_tokens=4)
     ask(s, 60, max_tokens=5)
     plan, _ = step(s)
-    assert [lease.pages for _, lease in plan.opens] == [2, 1, 2]
+    assert [lease.pages for _, lease, _ in plan.opens] == [2, 1, 2]
 
 
 def test_no_more_conversations_than_seats_and_a_seat_closes_before_it_opens_again():
@@ -170,12 +173,12 @@ def test_no_more_conversations_than_seats_and_a_seat_closes_before_it_opens_agai
         plan, _ = step(s)
         for seat in plan.closes:
             open_seats.remove(seat)
-        for seat, _ in plan.opens:
+        for seat, _, _ in plan.opens:
             assert seat not in open_seats
             open_seats.add(seat)
         assert len(open_seats) <= 2
         live.append(len(open_seats))
-    assert max(live) == 2 and not open_seats
+    assert max(live) == 2 and open_seats == set(s.kept)
     assert requests == list(range(5)) and free(s) == [50]
 
 
@@ -258,13 +261,13 @@ def test_cancelled_in_prefill_and_decode_frees_pages_within_a_round(rounds):
     first = ask(s, 150, max_tokens=50)      # two chunks; decoding from round 3 on
     for _ in range(rounds):
         plan, _ = step(s)
-    seat = next(iter(s._live))
+    seat = next(iter(s.live))
     second = ask(s, 150, max_tokens=1)
     s.cancel(first)
     s.pool.check()
     plan, events = step(s)
     assert plan.closes == (seat,)
-    assert [opened for opened, _ in plan.opens] == [seat] and plan.chunk[1] == 0
+    assert [opened for opened, _, _ in plan.opens] == [seat] and plan.chunk[1] == 0
     assert not plan.tokens.size and not events
     assert list(finish(s)) == [second] and free(s) == [4]
 
@@ -282,3 +285,44 @@ def test_cancelled_twice_ended_and_unknown_requests_are_no_error():
     s.cancel(second)
     s.cancel(second)
     assert finish(s) == {} and free(s) == [8]
+
+
+# --- the queue, turns and the size of a chunk -----------------------------------------------------
+
+
+def test_the_queue_is_bounded_and_says_so():
+    s = Scheduler(Pool(8, 1, "striped"), 1, 256, 100, PAGE, 512, queue=2)
+    ask(s, 10, max_tokens=50)
+    step(s)
+    ask(s, 10), ask(s, 10)
+    before = state(s)
+    with pytest.raises(QueueFull) as caught:
+        ask(s, 10)
+    assert "2 requests wait" in caught.value.message and "--queue" in caught.value.hint
+    assert state(s) == before
+
+
+def test_conversations_in_prefill_take_turns():
+    s = scheduler(pages=12, chunk=64)
+    a, b = ask(s, 190, max_tokens=1), ask(s, 190, max_tokens=1)
+    seats = [step(s)[0].chunk[0] for _ in range(6)]
+    assert seats[:2] == seats[2:4] == seats[4:] and seats[0] != seats[1]
+    assert not s.busy and {k.id for k in s.kept.values()} == {a, b}
+
+
+@pytest.mark.parametrize("token_seconds, expected", [(1e-3, 192), (1e-2, 64), (1.0, 64),
+                                                     (1e-5, 1000)])
+def test_a_chunk_is_what_a_round_has_time_for_while_others_wait(token_seconds, expected):
+    s = scheduler(pages=40, chunk=1000, context=2048)
+    ask(s, 10, max_tokens=50)
+    step(s)
+    s.measured(100, 100 * token_seconds)
+    ask(s, 1500, max_tokens=1)
+    assert len(step(s)[0].chunk[2]) == expected
+
+
+def test_alone_a_prompt_gets_the_whole_chunk():
+    s = scheduler(pages=40, chunk=1000, context=2048)
+    s.measured(100, 100.0)
+    ask(s, 1500, max_tokens=1)
+    assert len(step(s)[0].chunk[2]) == 1000

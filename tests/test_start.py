@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from engine.progress import Progress
+from engine.progress import Progress, _Line
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -31,6 +31,14 @@ def test_the_progress_line_appears_late_and_is_wiped(monkeypatch):
     before = out.getvalue()
     time.sleep(0.05)
     assert out.getvalue() == before
+
+
+def test_bytes_are_shown_with_their_rate():
+    line = _Line("loading weights", True, None)
+    line._started = time.perf_counter() - 10
+    assert line._text() == "loading weights, 10 s"
+    line.update(12_300_000_000, 41_000_000_000)
+    assert line._text() == "loading weights 12.3 of 41.0 GB, 30 %, 1.2 GB/s, 23 s left"
 
 
 def test_nothing_is_drawn_for_what_is_quick_or_unseen(monkeypatch):
@@ -141,6 +149,8 @@ def test_help_goes_to_standard_output():
     (2, ["--prompt", " "], 5, ["empty"]),
     (2, ["--prompt-ids", "@no/such/file"], 2, ["no/such/file"]),
     (9, ["--prompt", "x"], 4, ["9 ranks", "-np 8"]),
+    (2, ["--context", "32768", "--parallel", "40000", "--prompt", "x"], 4,
+     ["ranks 0, 1 share a memory and need", "KV latents", "free"]),
 ])
 def test_all_ranks_leave_together_and_rank_0_speaks(world, args, code, words):
     refused(start(*args, world=world), code, *words)

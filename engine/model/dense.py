@@ -18,9 +18,10 @@ mlp.shared_experts.*.
 import math
 
 import numpy as np
-from numba import int32, int64, njit, uint16
+from numba import int32, int64, njit
 
-from engine.device import KERNEL, cuda, narrow, sigmoid as sigmoid_device
+from engine.device import (INLINE, KERNEL, U32, bits_float, cuda, ldg128, narrow2,
+                           sigmoid as sigmoid_device, st64)
 from engine.host import NJIT
 from engine.linear import linear
 
@@ -62,35 +63,48 @@ def mlp(x, w, limit):
 
 # ---- device ------------------------------------------------------------------------------------
 
-@cuda.jit(**KERNEL)
-def _swiglu_kernel(gate_up, limit, picks, seats, out):
-    # grid (rows, tiles of THREADS columns), block THREADS
-    row = int64(cuda.blockIdx.x)
-    column = int32(cuda.blockIdx.y * THREADS + cuda.threadIdx.x)
-    if column >= out.shape[1] or seats[row // picks] < 0:
-        return
-    columns = int32(gate_up.shape[1] // 2)
-    if column >= columns:
-        out[row, column] = uint16(0)
-        return
-    gate = gate_up[row, column]
-    up = gate_up[row, columns + column]
+@cuda.jit(**INLINE)
+def _gated(gate, up, limit):
+    """One product of a gate and an up column, given as bits, in float32."""
+    gate = bits_float(gate)
+    up = bits_float(up)
     if gate > limit:
         gate = limit
     if up > limit:
         up = limit
     elif up < -limit:
         up = -limit
-    out[row, column] = narrow(gate * sigmoid_device(gate) * up)
+    return gate * sigmoid_device(gate) * up
+
+
+@cuda.jit(**KERNEL)
+def _swiglu_kernel(gate_up, limit, picks, seats, out):
+    # grid (rows, tiles of 4 * THREADS columns), block THREADS, 4 columns a thread
+    row = int64(cuda.blockIdx.x)
+    column = int32(cuda.blockIdx.y * THREADS + cuda.threadIdx.x) * 4
+    if column >= out.shape[1] or seats[row // picks] < 0:
+        return
+    columns = int32(gate_up.shape[1] // 2)
+    where = row * out.shape[1] + column
+    if column >= columns:
+        st64(out, where, U32(0), U32(0))
+        return
+    gate = ldg128(gate_up, row * 2 * columns + column)
+    up = ldg128(gate_up, row * 2 * columns + columns + column)
+    st64(out, where,
+         narrow2(_gated(gate[0], up[0], limit), _gated(gate[1], up[1], limit)),
+         narrow2(_gated(gate[2], up[2], limit), _gated(gate[3], up[3], limit)))
 
 
 def swiglu_cuda(gate_up, limit, picks, seats, out, stream):
     """out [m, >= c] uint16 (BF16) from gate_up [m, 2c] float32; columns past c become 0.
 
-    seats [m / picks] int32: row r belongs to seats[r // picks] (picks > 1: chosen experts' rows).
+    c and the width of out are multiples of 4. seats [m / picks] int32: row r belongs to
+    seats[r // picks] (picks > 1: chosen experts' rows).
     """
     m, columns = gate_up.shape[0], gate_up.shape[1] // 2
     assert out.shape[0] == m == picks * seats.size and out.shape[1] >= columns, out.shape
+    assert columns % 4 == 0 and out.shape[1] % 4 == 0, (columns, out.shape)
     if m and out.shape[1]:
-        _swiglu_kernel[(m, -(-out.shape[1] // THREADS)), THREADS, stream](
+        _swiglu_kernel[(m, -(-out.shape[1] // (4 * THREADS))), THREADS, stream](
             gate_up, np.float32(limit), picks, seats, out)

@@ -21,31 +21,20 @@ norm is the caller's.
 
 Order: sums over streams ascend; sums over a row as in `linear` and `norm`. Empty case: no rows
 gives no rows. Every rank computes the whole site from the same bytes: no collective.
-
-On the device z comes from `dots` (parts of 512 terms, ascending; the root mean square, found in
-the same pass, is applied to z and not to flat), and the norm that follows every site is fused:
-hyper_in_cuda writes its result as BF16 and as float32, never x. The site's two halves, mix and
-comb, are two blocks that run side by side. Rows with a negative seat are padding, not touched.
+The device's kernels, with an order of their own, are in `hyper_cuda`.
 Source: config.json hc_mult, hc_sinkhorn_iters, hc_eps, rms_norm_eps; checkpoint
 hc_{attn,ffn}_{fn,base,scale}.
 """
 
 import math
-from functools import lru_cache
 
 import numpy as np
-from numba import float32, int32, int64, njit
+from numba import njit
 
-from engine.device import (FULL, KERNEL, block_sum, cuda, fma, narrow, rsqrt,
-                           sigmoid as sigmoid_device)
 from engine.host import NJIT
 from engine.linear import linear
 from engine.model.dense import sigmoid
-from engine.model.dots import dots_cuda
 from engine.model.norm import sum_squares
-
-THREADS = 512           # of a row in hyper_in: 8 elements of 4 streams each at hidden 4096
-TILE = 256              # elements a block where a row may be cut anywhere
 
 
 @njit("void(float32[:, ::1], float32, float32[:, ::1])", **NJIT)
@@ -184,159 +173,3 @@ def hyper_end(streams):
     out = np.empty((streams.shape[0], streams.shape[2]), np.float32)
     hyper_end_host(streams, out)
     return out
-
-
-# ---- device ------------------------------------------------------------------------------------
-
-@lru_cache(None)
-def hyper_in_kernel(count):
-    """The kernel for `count` streams."""
-    square = count * count
-    last = (2 + count) * count                      # where partial holds the sum of squares
-    sums = last + 1
-
-    @cuda.jit(**KERNEL)
-    def _hyper_in_kernel(streams, partial, base, scale, eps, hc_eps, iters, weight, seats,
-                         bf16, wide, post, comb):
-        # grid (n, 2): mix and norm, or post and comb; block THREADS, hidden floats of shared memory
-        z = cuda.shared.array(sums, float32)
-        scratch = cuda.shared.array(32, float32)
-        mixed = cuda.shared.array(0, float32)
-        row = int64(cuda.blockIdx.x)
-        thread = int32(cuda.threadIdx.x)
-        width = int32(streams.shape[2])
-        if seats[row] < 0:
-            return
-        # ---- coefficients
-        if thread < sums:
-            total = float32(0)
-            for p in range(partial.shape[1]):
-                total += partial[row, p, thread]
-            z[thread] = total
-        cuda.syncthreads()
-        root = rsqrt(z[last] / float32(count * width) + eps)
-        if cuda.blockIdx.y == 1:
-            # ---- post, and comb: lane j count + k of the first warp holds comb[j, k]
-            if thread >= 32:
-                return
-            if thread < count:
-                logit = fma(z[count + thread] * root, scale[1], base[count + thread])
-                post[row, thread] = float32(2) * sigmoid_device(logit)
-            place = thread % square
-            j, k = place // count, place % count
-            c = fma(z[2 * count + place] * root, scale[2], base[2 * count + place])
-            top = c
-            for m in range(count):
-                top = max(top, cuda.shfl_sync(FULL, c, j * count + m))
-            c = math.exp(c - top)
-            total = float32(0)
-            for m in range(count):
-                total += cuda.shfl_sync(FULL, c, j * count + m)
-            c = c / total + hc_eps
-            for turn in range(2 * iters - 1):       # columns first, then rows and columns
-                total = float32(0)
-                for m in range(count):
-                    source = m * count + k if turn & 1 == 0 else j * count + m
-                    total += cuda.shfl_sync(FULL, c, source)
-                c = c / (total + hc_eps)
-            if thread < square:
-                comb[row, j, k] = c
-            return
-        # ---- mix
-        if thread < count:
-            logit = fma(z[thread] * root, scale[0], base[thread])
-            z[thread] = sigmoid_device(logit) + hc_eps
-        cuda.syncthreads()
-        total = float32(0)
-        for d in range(thread, width, THREADS):
-            value = z[0] * streams[row, 0, d]
-            for m in range(1, count):
-                value = fma(z[m], streams[row, m, d], value)
-            mixed[d] = value
-            total = fma(value, value, total)
-        # ---- norm
-        root = rsqrt(block_sum(total, scratch) / float32(width) + eps)
-        for d in range(thread, width, THREADS):
-            value = mixed[d] * root * weight[d]
-            bf16[row, d] = narrow(value)
-            wide[row, d] = value
-
-    return _hyper_in_kernel
-
-
-@lru_cache(None)
-def hyper_out_kernel(count):
-    """The kernel for `count` streams."""
-
-    @cuda.jit(**KERNEL)
-    def _hyper_out_kernel(streams, y, post, comb, seats):
-        # grid (n, tiles of TILE elements), block TILE
-        old = cuda.local.array(count, float32)
-        row = int64(cuda.blockIdx.x)
-        d = int32(cuda.blockIdx.y * TILE + cuda.threadIdx.x)
-        if d >= streams.shape[2] or seats[row] < 0:
-            return
-        whole = y[0, row, d]
-        for rank in range(1, y.shape[0]):
-            whole += y[rank, row, d]
-        for j in range(count):
-            old[j] = streams[row, j, d]
-        for k in range(count):
-            value = post[row, k] * whole
-            for j in range(count):
-                value = fma(comb[row, j, k], old[j], value)
-            streams[row, k, d] = value
-
-    return _hyper_out_kernel
-
-
-@cuda.jit(**KERNEL)
-def _hyper_end_kernel(streams, pick, out):
-    # grid (rows of out, tiles of TILE elements), block TILE
-    row = int64(pick[cuda.blockIdx.x])
-    d = int32(cuda.blockIdx.y * TILE + cuda.threadIdx.x)
-    if row < 0 or d >= streams.shape[2]:
-        return
-    total = streams[row, 0, d]
-    for j in range(1, streams.shape[1]):
-        total += streams[row, j, d]
-    out[cuda.blockIdx.x, d] = total / float32(streams.shape[1])
-
-
-def hyper_in_cuda(streams, fn, base, scale, shape, weight, seats, partial, bf16, wide, post, comb,
-                  stream):
-    """bf16 [n, D] uint16 and wide [n, D] float32: RMS norm (weight [D]) of a site's input.
-
-    streams [n, S, D], fn [(2 + S) S, S D] uint16 (BF16) or float32, row-major; post [n, S] and comb
-    [n, S, S] for hyper_out_cuda; partial [n, parts(S D), (2 + S) S + 1] float32 is scratch.
-    """
-    n, count, width = streams.shape
-    assert count in (2, 3, 4, 5), count             # comb lies in one warp
-    assert fn.shape[0] == (2 + count) * count and weight.size == width, (fn.shape, streams.shape)
-    assert bf16.shape == wide.shape == (n, width) and post.shape == (n, count), bf16.shape
-    assert comb.shape == (n, count, count) and partial.shape[2] == fn.shape[0] + 1, comb.shape
-    dots_cuda(streams.reshape(n, count * width), fn, seats, partial, stream)
-    if n:
-        hyper_in_kernel(count)[(n, 2), THREADS, stream, 4 * width](
-            streams, partial, base, scale, np.float32(shape.eps), np.float32(shape.hc_eps),
-            shape.hc_iters, weight, seats, bf16, wide, post, comb)
-
-
-def hyper_out_cuda(streams, y, post, comb, seats, stream):
-    """Write a sublayer's result back into streams [n, S, D] (modified).
-
-    y [W, n, D] float32: every rank's part, added up in rank order here.
-    """
-    n, count, width = streams.shape
-    assert y.shape[1:] == (n, width) and y.shape[0] >= 1 and seats.size == n, (y.shape, n)
-    if n:
-        hyper_out_kernel(count)[(n, -(-width // TILE)), TILE, stream](
-            streams, y, post, comb, seats)
-
-
-def hyper_end_cuda(streams, pick, out, stream):
-    """out [m, D] float32 = mean over the streams of row pick[i]; pick [m] int32, -1 is padding."""
-    width = streams.shape[2]
-    assert out.shape == (pick.size, width), (out.shape, pick.size)
-    if pick.size:
-        _hyper_end_kernel[(pick.size, -(-width // TILE)), TILE, stream](streams, pick, out)

@@ -1,260 +1,197 @@
-"""KDA on the device: one recurrence kernel for a decode row and a prefill chunk (formulas in kda).
+"""KDA on the device between its two big products: one arithmetic for a decode row and a prompt
+chunk (formulas in kda, order of sums in kda_row_cuda).
 
 | name | shape | dtype | |
 |---|---|---|---|
 | **reads** rows | [n, 3 hl D + 2 D + hl] | float32 | product of w.inp: q, k, v, f_a, g_a, b |
-| forget, gate | [n, hl D] | float32 | products of w.f_b and w.g_b, before their sigmoids |
-| taps | [3 hl D, T] | float32 | depthwise taps, oldest row first |
-| decay, dt_bias, o_norm | [hl], [hl D], [D] | float32 | |
+| w.f_b, w.g_b | [hl D, D] | uint16 (BF16) | decay and output gate |
+| w.conv | [3 hl D, T] | float32 | depthwise taps, oldest row first |
+| w.decay, dt_bias, o_norm | [hl], [hl D], [D] | float32 | |
 | seats | [n] | int32 | rows of a seat together and in order; negative: padding, untouched |
 | **modifies** state | [seats, hl, D, D] | float32 | S[key channel, value channel] |
 | history | [seats, T - 1, 3 hl D] | float32 | last rows of q, k, v before the convolution |
 | **writes** out | [n, hl D] | uint16 (BF16) | what enters o_proj |
-| scratch | qkv [n, 3 hl D], keep [n, hl D], beta [n, hl], o [n, hl D], float32 | | |
+| scratch | factors [n, hl, 4 D + 4], o [n, hl D] | float32 | q, k, e^g, v, beta, q.k of a head |
 
-prepare: convolution, unit q and k, decay factors; recur: the states; finish: norm and gate of o.
-Between `rows` and `prepare` stand the caller's products of BF16 f_a and g_a (`narrow_cuda`).
-
-Order. Convolution: taps ascending. Sums of squares over D: `block_sum`, a thread a channel. A warp
-owns 8 value channels of a head's state and keeps them in registers for all rows of its seat; lane
-2 p + s holds the keys p, p + 16, p + 32, ... of channels 4 s .. 4 s + 3, sums over its keys ascend
-and the 16 p are added as a butterfly (distance 8, 4, 2, 1). Every product is a fused multiply-add.
-The state is read and written once a call and a float32 in a register is the one in memory, so a
-prompt may be cut into calls anywhere. Empty case: no heads, no rows launch nothing.
-Bytes: decode is bound by 2 * 4 hl D^2 for each seat.
+D is 32, 64 or 128. Up to FEW rows: one launch, a block for a head and seat from `rows` to `out`.
+More: the three kernels of kda_chunk_cuda, through factors and o. The state is read and written once
+a call and a float32 in a register is the one in memory, so a prompt may be cut into calls anywhere.
+Empty case: no heads, no rows launch nothing.
+Bytes: decode is bound by 2 * 4 hl D^2 for each seat and the 4 hl D^2 of f_b and g_b.
 """
 
-import math
 from functools import lru_cache
 
 import numpy as np
-from numba import float32, int32, int64
+from numba import float32, int32, int64, uint16, uint32
 
-from engine.device import (FULL, INLINE, KERNEL, add_rn, bits_float, block_sum, cuda, float_bits,
-                           fma, ld128, mul_rn, narrow, rsqrt, sigmoid, st128)
+from engine.device import (INLINE, KERNEL, add_rn, cuda, fma, mul_rn, narrow, shared_address,
+                           sigmoid)
+from engine.model.kda_chunk_cuda import SLICE, TILE, finish_kernel, prepare_kernel, recur_kernel
+from engine.model.kda_row_cuda import (COLUMNS, GROUPS, convolved, correct_state, decay_state,
+                                       finish, kept, load_keys, load_state, load_window, load_words,
+                                       over_keys, own_column, product, spread, store_state,
+                                       unit_factors)
 
-UNIT_EPS = 1e-6         # as in kda
-GROUPS = 16             # of keys: pairs of lanes
-WIDE = 8                # value channels a warp: 32 B, what a row of the state is read in
-WARPS = 4               # a block's rows of the state are whole 128 B lines
+FEW = 32                # rows of the one launch: faster up to there, for rows of as many seats
+ONE_BLOCK = {**KERNEL, "max_registers": 128} if KERNEL else {}      # of 512 threads fits an SM
 
-
-# ---- prepare -----------------------------------------------------------------------------------
 
 @cuda.jit(**INLINE)
-def _convolved(rows, taps, history, seat, row, behind, channel):
-    """silu of the causal convolution at a row with `behind` rows of its seat before it in rows."""
-    depth = int32(taps.shape[1])
-    total = float32(0)
-    for t in range(depth):
-        back = depth - 1 - t
-        if back <= behind:
-            value = rows[row - back, channel]
-        else:
-            value = history[seat, depth - 1 - back + behind, channel]
-        total = fma(value, taps[channel, t], total)
-    return total * sigmoid(total)
-
-
-@cuda.jit(**KERNEL)
-def _prepare_kernel(rows, forget, taps, decay, dt_bias, bound, history, seats, qkv, keep, beta):
-    # grid (n, hl), block D: a thread a channel
-    scratch = cuda.shared.array(32, float32)
-    row = int64(cuda.blockIdx.x)
-    head, thread, width = cuda.blockIdx.y, cuda.threadIdx.x, cuda.blockDim.x
-    heads = cuda.gridDim.y
-    seat = int64(seats[row])
-    if seat < 0:
-        return
-    behind = 0
-    while behind < taps.shape[1] - 1 and row > behind and seats[row - behind - 1] == seat:
-        behind += 1
-    channel = head * width + thread
-    all_heads = heads * width
-    q = _convolved(rows, taps, history, seat, row, behind, channel)
-    k = _convolved(rows, taps, history, seat, row, behind, all_heads + channel)
-    v = _convolved(rows, taps, history, seat, row, behind, 2 * all_heads + channel)
-    q_size = math.sqrt(block_sum(mul_rn(q, q), scratch) + float32(UNIT_EPS))
-    k_size = math.sqrt(block_sum(mul_rn(k, k), scratch) + float32(UNIT_EPS))
-    qkv[row, channel] = q * (rsqrt(float32(width)) / q_size)
-    qkv[row, all_heads + channel] = k * (float32(1) / k_size)
-    qkv[row, 2 * all_heads + channel] = v
-    logit = decay[head] * add_rn(forget[row, channel], dt_bias[channel])
-    keep[row, channel] = math.exp(bound * sigmoid(logit))
-    if thread == 0:
-        beta[row, head] = sigmoid(rows[row, rows.shape[1] - heads + head])
-
-
-def prepare_cuda(rows, forget, taps, decay, dt_bias, bound, history, seats, qkv, keep, beta,
-                 stream):
-    """qkv, keep and beta of n rows; history is read, and moved on by recur_cuda."""
-    n, heads = beta.shape
-    if n and heads:
-        width = keep.shape[1] // heads
-        assert width % 32 == 0 and width <= 1024 and qkv.shape == (n, 3 * heads * width), qkv.shape
-        assert rows.shape == (n, 3 * heads * width + 2 * width + heads), (rows.shape, heads, width)
-        assert forget.shape == keep.shape == (n, heads * width) and seats.size == n, forget.shape
-        assert history.shape[1:] == (taps.shape[1] - 1, taps.shape[0]), (history.shape, taps.shape)
-        _prepare_kernel[(n, heads), width, stream](
-            rows, forget, taps, decay, dt_bias, np.float32(bound), history, seats, qkv, keep, beta)
-
-
-# ---- recur -------------------------------------------------------------------------------------
-
-@cuda.jit(**INLINE)
-def _over_keys(sums, lane):
-    """Sum of 4 values over the 16 key groups: channel 2 (lane >> 4) + (lane >> 3 & 1) of the 4."""
-    for i in range(2):
-        stays, goes = sums[i], sums[i + 2]
-        if lane & 16:
-            stays, goes = goes, stays
-        sums[i] = add_rn(stays, cuda.shfl_xor_sync(FULL, goes, 16))
-    stays, goes = sums[0], sums[1]
-    if lane & 8:
-        stays, goes = goes, stays
-    total = add_rn(stays, cuda.shfl_xor_sync(FULL, goes, 8))
-    total = add_rn(total, cuda.shfl_xor_sync(FULL, total, 4))
-    return add_rn(total, cuda.shfl_xor_sync(FULL, total, 2))
+def _load_either(f_b, g_b, of_f, place, parts, words):
+    if of_f:
+        load_words(f_b, place, parts, words)
+    else:
+        load_words(g_b, place, parts, words)
 
 
 @lru_cache(None)
-def recur_kernel(width):
-    """The kernel for heads of `width` channels, a multiple of 16."""
-    keys = width // GROUPS              # a lane
-    held = 4 * keys
+def few_kernel(width, depth):
+    """The kernel for heads of `width` channels and convolutions of `depth` rows."""
+    parts, keys = width // 32, width // GROUPS
+    held, words_held, record, twice = 4 * keys, 8 * parts, 4 * width + 4, 2 * width
 
-    @cuda.jit(**KERNEL)
-    def _recur_kernel(rows, qkv, keep, beta, seats, state, history, o):
-        # grid (seats, hl, slices of the value channels), block up to WARPS warps of WIDE channels
+    @cuda.jit(**ONE_BLOCK)
+    def _few_kernel(rows, f_b, g_b, taps, decay, dt_bias, o_norm, bound, eps, seats, state, history,
+                    out):
+        # grid (hl, n), 4 D threads: the block of a seat's first row goes through all of them; a
+        # thread has a channel of q, k or v, or a factor e^g
+        low = cuda.shared.array(twice, uint16)
+        gates = cuda.shared.array(twice, float32)
+        factors = cuda.shared.array(record, float32)
+        answers = cuda.shared.array(width, float32)
+        gains = cuda.shared.array(width, float32)
         s = cuda.local.array(held, float32)
+        sums = cuda.local.array(4, float32)
         q = cuda.local.array(keys, float32)
         k = cuda.local.array(keys, float32)
         e = cuda.local.array(keys, float32)
-        next_q = cuda.local.array(keys, float32)
-        next_k = cuda.local.array(keys, float32)
-        next_e = cuda.local.array(keys, float32)
-        sums = cuda.local.array(4, float32)
-        run = cuda.shared.array(2, int32)
-        seat, head, thread = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y), cuda.threadIdx.x
-        # ---- rows of this seat: run[0] .. run[1] - 1
-        n = int32(qkv.shape[0])
-        if thread == 0:
-            run[0] = 0
-            run[1] = 0
-        cuda.syncthreads()
-        for i in range(thread, n, cuda.blockDim.x):
-            if seats[i] == seat:
-                if i == 0 or seats[i - 1] != seat:
-                    run[0] = i
-                if i == n - 1 or seats[i + 1] != seat:
-                    run[1] = i + 1
-        cuda.syncthreads()
-        first, last = run[0], run[1]
-        if first == last:
+        words = cuda.local.array(words_held, uint32)
+        o = cuda.local.array(parts, float32)
+        q_parts = cuda.local.array(parts, float32)
+        k_parts = cuda.local.array(parts, float32)
+        tap = cuda.local.array(depth, float32)
+        values = cuda.local.array(depth, float32)
+        head, thread = int32(cuda.blockIdx.x), int32(cuda.threadIdx.x)
+        first, n = int32(cuda.blockIdx.y), int32(seats.shape[0])
+        heads = int32(cuda.gridDim.x)
+        own, last_column = heads * width, int32(rows.shape[1])
+        lane, warp = thread & 31, thread >> 5
+        kind, channel = thread // width, thread % width
+        group, pair = lane >> 2, lane & 3
+        mine = head * width + channel
+        conv_channel = min(kind, 2) * own + mine
+        # ---- everything that memory must bring is asked for before any of it is used
+        seat = int64(seats[first])
+        before = int32(-1)
+        if first > 0:
+            before = seats[first - 1]
+        for t in range(depth):
+            tap[t] = taps[conv_channel, t]
+        bias, rate = dt_bias[mine], decay[head]
+        gain = o_norm[channel]
+        output = (int64(head) * width + (warp * 16 + group) % width) * width + 8 * pair
+        of_f = warp < width // 16       # the other half of the warps has g_b
+        _load_either(f_b, g_b, of_f, output, parts, words)
+        if seat < 0 or before == seat:
             return
-        # ---- what the next call's convolution needs of these rows
-        all_heads = int32(qkv.shape[1] // 3)
-        if cuda.blockIdx.z == 0:
-            depth = int32(history.shape[1])
-            for i in range(thread, 3 * width, cuda.blockDim.x):
-                channel = i // width * all_heads + head * width + i % width
-                for t in range(depth):
-                    source = last - depth + t
-                    if source >= first:
-                        history[seat, t, channel] = rows[source, channel]
-                    else:
-                        history[seat, t, channel] = history[seat, t + last - first, channel]
-        # ---- state into registers
-        lane = thread & 31
-        group = lane >> 1
-        column = int32(cuda.blockIdx.z * (cuda.blockDim.x >> 5) + (thread >> 5)) * WIDE
-        column += (lane & 1) * 4
-        place = ((int64(seat) * state.shape[1] + head) * width + group) * width + column
-        for m in range(keys):
-            words = ld128(state, place + m * (GROUPS * width))
-            for c in range(4):
-                s[4 * m + c] = bits_float(words[c])
-        # ---- rows, the next one's factors asked for before this one's are used
-        key = head * width + group
-        own = head * width + column + (lane >> 4) * 2 + (lane >> 3 & 1)     # after _over_keys
-        for m in range(keys):
-            next_q[m] = qkv[first, key + m * GROUPS]
-            next_k[m] = qkv[first, all_heads + key + m * GROUPS]
-            next_e[m] = keep[first, key + m * GROUPS]
-        next_v = qkv[first, 2 * all_heads + own]
-        next_beta = beta[first, head]
-        for i in range(first, last):
-            for m in range(keys):
-                q[m], k[m], e[m] = next_q[m], next_k[m], next_e[m]
-            v, b = next_v, next_beta
-            following = int64(min(i + 1, last - 1))
-            for m in range(keys):
-                next_q[m] = qkv[following, key + m * GROUPS]
-                next_k[m] = qkv[following, all_heads + key + m * GROUPS]
-                next_e[m] = keep[following, key + m * GROUPS]
-            next_v = qkv[following, 2 * all_heads + own]
-            next_beta = beta[following, head]
-            # ---- decay, and what the state answers to k
-            for c in range(4):
-                sums[c] = float32(0)
-            for m in range(keys):
-                for c in range(4):
-                    s[4 * m + c] = mul_rn(e[m], s[4 * m + c])
-                    sums[c] = fma(k[m], s[4 * m + c], sums[c])
-            error = mul_rn(b, add_rn(v, -_over_keys(sums, lane)))
-            # ---- correct, and read with q
-            for c in range(4):
-                change = cuda.shfl_sync(FULL, error, (lane & 7) | c << 3)
-                sums[c] = float32(0)
-                for m in range(keys):
-                    s[4 * m + c] = fma(k[m], change, s[4 * m + c])
-                    sums[c] = fma(q[m], s[4 * m + c], sums[c])
-            answer = _over_keys(sums, lane)
-            if lane & 6 == 0:
-                o[i, own] = answer
-        # ---- and back
-        for m in range(keys):
-            st128(state, place + m * (GROUPS * width),
-                  float_bits(s[4 * m]), float_bits(s[4 * m + 1]),
-                  float_bits(s[4 * m + 2]), float_bits(s[4 * m + 3]))
+        load_window(rows, history, seat, first, 0, conv_channel, depth, values)
+        low_value = rows[first, 3 * own + thread % twice]
+        logit = rows[first, last_column - heads + head]
+        place = (seat * heads + head) * width * width + warp * COLUMNS
+        load_state(state, place, lane, keys, width, s)
+        low_at, at = shared_address(low), shared_address(factors)
+        column = warp * COLUMNS + own_column(lane)
+        i = first
+        more = True
+        while more:
+            if thread < twice:
+                low[thread] = narrow(low_value)
+            if kind < 3:
+                factors[(kind + (kind >> 1)) * width + channel] = convolved(values, tap, depth)
+            else:
+                gains[channel] = gain
+            cuda.syncthreads()
+            sums_low = product(words, low_at + (0 if of_f else 2 * width) + 16 * pair, parts)
+            if pair == 0:               # every column of the product is the same row
+                gates[warp * 16 + group] = sums_low[0]
+                gates[warp * 16 + group + 8] = sums_low[2]
+            by_q, by_k, qk = float32(0), float32(0), float32(0)
+            if kind < 2:
+                for c in range(parts):
+                    q_parts[c] = factors[lane + 32 * c]
+                    k_parts[c] = factors[width + lane + 32 * c]
+                by_q, by_k, qk = unit_factors(q_parts, k_parts, parts, width)
+            cuda.syncthreads()
+            if kind < 2:
+                factors[thread] = mul_rn(factors[thread], by_q if kind == 0 else by_k)
+            elif kind == 3:
+                factors[2 * width + channel] = kept(gates[channel], rate, bias, bound)
+            if thread == 0:
+                factors[4 * width] = sigmoid(logit)
+                factors[4 * width + 1] = qk
+            cuda.syncthreads()
+            load_keys(at, lane, keys, q)
+            load_keys(at + 4 * width, lane, keys, k)
+            load_keys(at + 8 * width, lane, keys, e)
+            decay_state(s, e, keys)
+            one, other = over_keys(s, k, keys, lane, sums)
+            error = mul_rn(factors[4 * width], add_rn(factors[3 * width + column],
+                                                      -add_rn(one, other)))
+            one, other = over_keys(s, q, keys, lane, sums)
+            answer = fma(factors[4 * width + 1], error, add_rn(one, other))
+            spread(error, lane, sums)
+            correct_state(s, k, keys, sums)
+            if lane & GROUPS // 4 - 1 == 0:
+                answers[column] = answer
+            cuda.syncthreads()
+            if warp == 0:
+                for c in range(parts):
+                    o[c] = answers[lane + 32 * c]
+                    q_parts[c] = gains[lane + 32 * c]
+                finish(o, gates, width, parts, q_parts, eps, out, i, head * width)
+            i += 1
+            more = i < n and seats[min(i, n - 1)] == seat
+            if more:
+                load_window(rows, history, seat, i, i - first, conv_channel, depth, values)
+                low_value = rows[i, 3 * own + thread % twice]
+                logit = rows[i, last_column - heads + head]
+                _load_either(f_b, g_b, of_f, output, parts, words)
+        store_state(state, place, lane, keys, width, s)
+        if kind < 3:
+            for t in range(depth - 1):
+                history[seat, t, conv_channel] = values[t + 1]
 
-    return _recur_kernel
-
-
-def recur_cuda(rows, qkv, keep, beta, seats, state, history, o, stream):
-    """o [n, hl D] from the states, which move on (state, history are modified)."""
-    n, heads = beta.shape
-    if n and heads:
-        width = state.shape[2]
-        assert state.shape[1:] == (heads, width, width) and width % 16 == 0, state.shape
-        assert o.shape == keep.shape == (n, heads * width) and qkv.shape == (n, 3 * heads * width)
-        assert history.shape[0] == state.shape[0] and history.shape[2] == 3 * heads * width
-        warps = math.gcd(WARPS, width // WIDE)
-        recur_kernel(width)[(state.shape[0], heads, width // (warps * WIDE)), 32 * warps, stream](
-            rows, qkv, keep, beta, seats, state, history, o)
+    return _few_kernel
 
 
-# ---- finish ------------------------------------------------------------------------------------
+# ---- launch ------------------------------------------------------------------------------------
 
-@cuda.jit(**KERNEL)
-def _finish_kernel(o, gate, o_norm, eps, seats, out):
-    # grid (n, hl), block D
-    scratch = cuda.shared.array(32, float32)
-    row = int64(cuda.blockIdx.x)
-    thread = cuda.threadIdx.x
-    if seats[row] < 0:
+def kda_cuda(rows, w, bound, eps, seats, state, history, factors, o, out, stream):
+    """out of n rows; w: the layer's device weights; state and history move on (modified)."""
+    n, heads, width = seats.size, state.shape[1], state.shape[2]
+    if not n or not heads:
         return
-    channel = cuda.blockIdx.y * cuda.blockDim.x + thread
-    value = o[row, channel]
-    root = rsqrt(block_sum(mul_rn(value, value), scratch) / float32(cuda.blockDim.x) + eps)
-    out[row, channel] = narrow(value * root * o_norm[thread] * sigmoid(gate[row, channel]))
-
-
-def finish_cuda(o, gate, o_norm, eps, seats, out, stream):
-    """out [n, hl D] uint16 (BF16) = RMS norm of each head's o times sigmoid of the gate."""
-    n, width = o.shape[0], o_norm.size
-    heads = o.shape[1] // width
-    if n and heads:
-        assert width % 32 == 0 and gate.shape == o.shape == out.shape, (o.shape, gate.shape)
-        _finish_kernel[(n, heads), width, stream](
-            o, gate, o_norm, np.float32(eps), seats, out)
+    own = heads * width
+    f_b, g_b = w.f_b.w, w.g_b.w
+    assert width in (32, 64, 128) and state.shape[3] == width, state.shape
+    assert rows.shape == (n, 3 * own + 2 * width + heads) and out.shape == (n, own), rows.shape
+    assert f_b.shape == g_b.shape == (own, width) and f_b.dtype == g_b.dtype == np.uint16, f_b.dtype
+    assert history.shape == (len(state), w.conv.shape[1] - 1, 3 * own), history.shape
+    assert w.conv.shape[0] == 3 * own and w.decay.size == heads, w.conv.shape
+    assert w.dt_bias.size == own and w.o_norm.size == width, w.dt_bias.shape
+    bound, eps = np.float32(bound), np.float32(eps)
+    depth = w.conv.shape[1]
+    if n <= FEW:
+        few_kernel(width, depth)[(heads, n), 4 * width, stream](
+            rows, f_b, g_b, w.conv, w.decay, w.dt_bias, w.o_norm, bound, eps, seats, state, history,
+            out)
+        return
+    assert factors.shape == (n, heads, 4 * width + 4) and o.shape == (n, own), factors.shape
+    tiles, columns = (heads, -(-n // TILE)), min(width, SLICE)
+    factors = factors.reshape(factors.size)
+    prepare_kernel(width, depth)[tiles, 2 * width, stream](
+        rows, f_b, w.conv, w.decay, w.dt_bias, bound, history, seats, factors)
+    recur_kernel(width)[heads * (width // columns), columns // COLUMNS * 32, stream](
+        rows, factors, seats, state, history, o.reshape(o.size))
+    finish_kernel(width)[tiles, 2 * width, stream](rows, g_b, o, w.o_norm, eps, seats, out)

@@ -19,25 +19,27 @@ y = sum of weight * expert(x) + shared(x), each expert the gated MLP of `dense` 
 Order: the sum of s and the sum of experts ascend in expert index, then the shared expert is added.
 Rows are gathered by expert, so that a call walks an expert's weights once, but a row's sums are
 those of the row alone. Empty cases: no columns gives zeros; no rows gives no rows.
-On the device the router's logits are sums of parts (`dots`); padding rows (seat < 0) choose -1 with
-weight 0.
+On the device the logits come from products with the thirds of a row (`thirds`), added smallest
+first; padding rows (seat < 0) choose -1 with weight 0.
 Source: config.json n_routed_experts, num_experts_per_tok, routed_scaling_factor, norm_topk_prob,
 swiglu_limit; checkpoint mlp.gate.weight, mlp.gate.e_score_correction_bias, mlp.experts.*,
 mlp.shared_experts.*.
 """
 
+from functools import lru_cache
+
 import numpy as np
 from numba import float32, int32, int64, njit
 
 from engine.device import (FULL, INLINE, KERNEL, add_rn, cuda, float_bits,
-                           sigmoid as sigmoid_device)
+                           sigmoid as sigmoid_device, warp_top)
 from engine.host import NJIT
 from engine.linear import linear, matvec_rows
 from engine.model.dense import mlp, sigmoid, swiglu_host
-from engine.model.dots import dots_cuda
+from engine.model.thirds import THIRDS
 
 SUM_EPS = 1e-20       # keeps the weights finite where every chosen score is 0
-MAX_EXPERTS = 512     # a warp chooses for a row, with all scores in shared memory
+WARPS = 4             # of a block that chooses, a row each
 TAKEN = -2 ** 31      # below the key of every score
 
 
@@ -147,66 +149,82 @@ def _rising(value):
     return bits
 
 
-@cuda.jit(**KERNEL)
-def _choose_kernel(partial, bias, scaling, seats, chosen, weights):
-    # grid (n), block 32: lane l keeps the experts l, l + 32, ...
-    keys = cuda.shared.array(MAX_EXPERTS, int32)
-    scores = cuda.shared.array(MAX_EXPERTS, float32)
-    row = int64(cuda.blockIdx.x)
-    lane = int32(cuda.threadIdx.x)
-    experts, picks = int32(bias.shape[0]), int32(chosen.shape[1])
-    if seats[row] < 0:
+@lru_cache(None)
+def choose_kernel(each, picks, planes):
+    """The kernel that picks among up to 32 * each experts; planes: 3 where the router is given as
+    thirds."""
+
+    @cuda.jit(**KERNEL)
+    def _choose_kernel(logits, bias, scaling, seats, chosen, weights):
+        # grid ceil(n / WARPS), block 32 * WARPS: a warp a row, lane l keeps experts l, l + 32, ...
+        keys = cuda.local.array(each, int32)
+        scores = cuda.local.array(each, float32)
+        row = int64(cuda.blockIdx.x) * WARPS + (cuda.threadIdx.x >> 5)
+        lane = int32(cuda.threadIdx.x) & 31
+        experts = int32(bias.shape[0])
+        if row >= chosen.shape[0]:
+            return
+        real = seats[row] >= 0
+        for i in range(each):
+            e = lane + 32 * i
+            at = min(e, experts - 1)
+            low = logits[2, row, at]
+            middle = logits[1, row, at]
+            if planes == 3:
+                low = add_rn(add_rn(low, logits[1, row, at + experts]),
+                             logits[0, row, at + 2 * experts])
+                middle = add_rn(middle, logits[0, row, at + experts])
+            scores[i] = sigmoid_device(add_rn(add_rn(low, middle), logits[0, row, at]))
+            keys[i] = _rising(scores[i] + bias[at]) if e < experts else int32(TAKEN)
+        # ---- the largest, `picks` times; lane j remembers pick j
+        mine = int32(-1)
+        score = float32(0)
+        for pick in range(picks):
+            top = int32(TAKEN)
+            best = int32(TAKEN)                     # minus the lane's lowest expert of that key
+            value = float32(0)
+            for i in range(each):
+                if keys[i] > top:
+                    top, best, value = keys[i], -(lane + 32 * i), scores[i]
+            whole = warp_top(top)
+            best = -warp_top(best if top == whole else int32(TAKEN))
+            value = cuda.shfl_sync(FULL, value, best & 31)
+            for i in range(each):
+                if best == lane + 32 * i:
+                    keys[i] = int32(TAKEN)
+            if lane == pick:
+                mine, score = best, value
+        # ---- ascending experts, and the sum of their scores in that order
+        place = int32(0)
+        for pick in range(picks):
+            if cuda.shfl_sync(FULL, mine, pick) < mine:
+                place += 1
+        ordered = float32(0)
+        for pick in range(picks):
+            value = cuda.shfl_sync(FULL, score, pick)
+            if cuda.shfl_sync(FULL, place, pick) == lane:
+                ordered = value
+        total = float32(0)
+        for pick in range(picks):
+            total = add_rn(total, cuda.shfl_sync(FULL, ordered, pick))
         if lane < picks:
-            chosen[row, lane] = int32(-1)
-            weights[row, lane] = float32(0)
-        return
-    for e in range(lane, experts, 32):
-        logit = float32(0)
-        for p in range(partial.shape[1]):
-            logit += partial[row, p, e]
-        scores[e] = sigmoid_device(logit)
-        keys[e] = _rising(scores[e] + bias[e])
-    # ---- the largest, `picks` times; lane j remembers pick j
-    mine = int32(-1)
-    for pick in range(picks):
-        top = int32(TAKEN)
-        best = experts
-        for e in range(lane, experts, 32):
-            if keys[e] > top:
-                top, best = keys[e], int32(e)
-        for mask in (16, 8, 4, 2, 1):
-            other = cuda.shfl_xor_sync(FULL, top, mask)
-            index = cuda.shfl_xor_sync(FULL, best, mask)
-            if other > top or (other == top and index < best):
-                top, best = other, index
-        if best & 31 == lane:
-            keys[best] = int32(TAKEN)
-        if lane == pick:
-            mine = best
-    # ---- ascending experts, and the sum of their scores in that order
-    place = int32(0)
-    for pick in range(picks):
-        if cuda.shfl_sync(FULL, mine, pick) < mine:
-            place += 1
-    if lane < picks:
-        chosen[row, place] = mine
-    cuda.syncthreads()
-    total = float32(0)
-    for pick in range(picks):
-        total += scores[chosen[row, pick]]
-    if lane < picks:
-        weights[row, place] = scores[mine] / (total + float32(SUM_EPS)) * scaling
+            chosen[row, place if real else lane] = mine if real else int32(-1)
+            score = score / add_rn(total, float32(SUM_EPS)) * scaling
+            weights[row, place if real else lane] = score if real else float32(0)
+
+    return _choose_kernel
 
 
-def route_cuda(x, router, bias, scaling, seats, partial, chosen, weights, stream):
+def choose_cuda(logits, bias, scaling, seats, chosen, weights, stream):
     """chosen [n, k] int32, ascending in a row; weights [n, k] float32.
 
-    x [n, hidden] float32; router [E, hidden] uint16 (BF16) or float32; bias [E] float32; partial
-    [n, parts(hidden), E] float32 is scratch.
+    logits [3, n, E or 3 E] float32: the router's products (or those of its thirds, in order) with
+    the thirds of the rows; bias [E] float32.
     """
     n, picks = chosen.shape
-    assert picks <= min(32, bias.size) and bias.size <= MAX_EXPERTS, (picks, bias.size)
-    assert partial.shape[2] == router.shape[0] == bias.size and weights.shape == (n, picks)
-    dots_cuda(x, router, seats, partial, stream)
+    planes = logits.shape[2] // bias.size
+    assert logits.shape == (THIRDS, n, planes * bias.size) and planes in (1, THIRDS), logits.shape
+    assert picks <= min(32, bias.size) and weights.shape == (n, picks), (picks, bias.size)
     if n:
-        _choose_kernel[n, 32, stream](partial, bias, np.float32(scaling), seats, chosen, weights)
+        choose_kernel(-(-bias.size // 32), picks, planes)[-(-n // WARPS), 32 * WARPS, stream](
+            logits, bias, np.float32(scaling), seats, chosen, weights)

@@ -6,7 +6,8 @@ weight; (x - mean) * (mean((x - mean)^2) + eps)^-0.5 * weight + bias. Weights co
 checkpoint names *layernorm.weight, *_norm.weight.
 
 On the device a row is a block of 256 threads: thread t adds the elements t, t + 256, ... (squares
-by fused multiply-add), then the lanes of a warp as a butterfly, then the warps ascending. Rows are
+by fused multiply-add), then the lanes of a warp as a butterfly, then the warps ascending; a row is
+read once and held in registers, 8,192 elements at most. Rows are
 read from column `first` of a wider array and written from column `at`, so that parts of one
 product need no copy; seats [n] int32 marks padding rows (negative), which nothing is written for.
 An output is float32 or uint16 (BF16 bits, nearest even), by the dtype of the array.
@@ -22,6 +23,7 @@ from engine.device import KERNEL, block_sum, cuda, fma, narrow, rsqrt
 from engine.host import NJIT
 
 LANES = 64
+MOST = 32               # elements of a row a thread may hold
 THREADS = 256           # a multiple of 32; the same for every width, as the order depends on it
 
 
@@ -82,61 +84,52 @@ def layer_norm(x, weight, bias, eps):
 # ---- device ------------------------------------------------------------------------------------
 
 @lru_cache(None)
-def rms_norm_kernel(bf16):
-    """The kernel that writes BF16 bits, or float32."""
+def norm_kernel(centred, chunks, bf16):
+    """The kernel of LayerNorm (centred) or RMS norm of up to `chunks` THREADS elements, that writes
+    BF16 bits or float32."""
 
     @cuda.jit(**KERNEL)
-    def _rms_norm_kernel(x, first, weight, eps, seats, out, at):
-        # grid (n), block THREADS
+    def _norm_kernel(x, first, weight, bias, eps, seats, out, at):
+        # grid (n), block THREADS; a row stays in registers
         scratch = cuda.shared.array(32, float32)
+        held = cuda.local.array(chunks, float32)
+        gain = cuda.local.array(chunks, float32)
+        shift = cuda.local.array(chunks, float32)
         row = int64(cuda.blockIdx.x)
         if seats[row] < 0:
             return
         width = int32(weight.shape[0])
+        for c in range(chunks):
+            d = c * THREADS + cuda.threadIdx.x
+            inside = min(d, width - 1)
+            held[c] = x[row, first + inside]
+            gain[c] = weight[inside]
+            if centred:
+                shift[c] = bias[inside]
+            if d >= width:
+                held[c] = float32(0)
+        if centred:
+            total = float32(0)
+            for c in range(chunks):
+                total += held[c]
+            mean = block_sum(total, scratch) / float32(width)
+            for c in range(chunks):
+                held[c] = held[c] - mean if c * THREADS + cuda.threadIdx.x < width else float32(0)
         total = float32(0)
-        for d in range(cuda.threadIdx.x, width, THREADS):
-            value = x[row, first + d]
-            total = fma(value, value, total)
+        for c in range(chunks):
+            total = fma(held[c], held[c], total)
         scale = rsqrt(block_sum(total, scratch) / float32(width) + eps)
-        for d in range(cuda.threadIdx.x, width, THREADS):
-            value = x[row, first + d] * scale * weight[d]
-            if bf16:
-                out[row, at + d] = narrow(value)
-            else:
-                out[row, at + d] = value
+        for c in range(chunks):
+            d = c * THREADS + cuda.threadIdx.x
+            value = held[c] * scale
+            value = fma(value, gain[c], shift[c]) if centred else value * gain[c]
+            if d < width:
+                if bf16:
+                    out[row, at + d] = narrow(value)
+                else:
+                    out[row, at + d] = value
 
-    return _rms_norm_kernel
-
-
-@lru_cache(None)
-def layer_norm_kernel(bf16):
-    """The kernel that writes BF16 bits, or float32."""
-
-    @cuda.jit(**KERNEL)
-    def _layer_norm_kernel(x, first, weight, bias, eps, seats, out, at):
-        # grid (n), block THREADS
-        scratch = cuda.shared.array(32, float32)
-        row = int64(cuda.blockIdx.x)
-        if seats[row] < 0:
-            return
-        width = int32(weight.shape[0])
-        total = float32(0)
-        for d in range(cuda.threadIdx.x, width, THREADS):
-            total += x[row, first + d]
-        mean = block_sum(total, scratch) / float32(width)
-        total = float32(0)
-        for d in range(cuda.threadIdx.x, width, THREADS):
-            value = x[row, first + d] - mean
-            total = fma(value, value, total)
-        scale = rsqrt(block_sum(total, scratch) / float32(width) + eps)
-        for d in range(cuda.threadIdx.x, width, THREADS):
-            value = fma((x[row, first + d] - mean) * scale, weight[d], bias[d])
-            if bf16:
-                out[row, at + d] = narrow(value)
-            else:
-                out[row, at + d] = value
-
-    return _layer_norm_kernel
+    return _norm_kernel
 
 
 @cuda.jit(**KERNEL)
@@ -148,24 +141,24 @@ def _narrow_kernel(x, first, seats, out):
             out[row, d] = narrow(x[row, first + d])
 
 
-def rms_norm_cuda(x, first, weight, eps, seats, out, at, stream):
-    """out[:, at:at + D] = RMS norm of x[:, first:first + D], D = weight.size."""
+def _norm(centred, x, first, weight, bias, eps, seats, out, at, stream):
     n, width = x.shape[0], weight.size
     assert first + width <= x.shape[1] and at + width <= out.shape[1], (x.shape, out.shape, width)
-    assert out.shape[0] == n == seats.size, (x.shape, out.shape, seats.size)
+    assert out.shape[0] == n == seats.size and bias.size == width, (x.shape, out.shape, seats.size)
+    assert 0 < width <= MOST * THREADS, width
     if n:
-        rms_norm_kernel(out.dtype == np.uint16)[n, THREADS, stream](
-            x, first, weight, np.float32(eps), seats, out, at)
+        norm_kernel(centred, -(-width // THREADS), out.dtype == np.uint16)[n, THREADS, stream](
+            x, first, weight, bias, np.float32(eps), seats, out, at)
+
+
+def rms_norm_cuda(x, first, weight, eps, seats, out, at, stream):
+    """out[:, at:at + D] = RMS norm of x[:, first:first + D], D = weight.size."""
+    _norm(False, x, first, weight, weight, eps, seats, out, at, stream)
 
 
 def layer_norm_cuda(x, first, weight, bias, eps, seats, out, at, stream):
     """out[:, at:at + D] = LayerNorm of x[:, first:first + D], D = weight.size."""
-    n, width = x.shape[0], weight.size
-    assert first + width <= x.shape[1] and at + width <= out.shape[1], (x.shape, out.shape, width)
-    assert out.shape[0] == n == seats.size and bias.size == width, (x.shape, out.shape, seats.size)
-    if n:
-        layer_norm_kernel(out.dtype == np.uint16)[n, THREADS, stream](
-            x, first, weight, bias, np.float32(eps), seats, out, at)
+    _norm(True, x, first, weight, bias, eps, seats, out, at, stream)
 
 
 def narrow_cuda(x, first, seats, out, stream):

@@ -1,7 +1,8 @@
 """Pool: the free pages of each class, and the leases that conversations hold on them.
 
-A lease is all or nothing: `grant` either takes every page that was asked for or changes nothing,
-and `release` gives every page back exactly once. Ids c, c + W, ... are class c, each class with a
+A lease is all or nothing: `grant` and `resize` either take every page that was asked for or change
+nothing, and `release` gives every page back exactly once. `keep` marks the lease of a conversation
+that has ended and may be taken up again. Ids c, c + W, ... are class c, each class with a
 last-in-first-out free stack of its own; with one class this is the plain pool, same ids in the same
 order. The pages below R of a striped conversation come from the replicated region, which every rank
 has in full and which numbers its pages by itself. Bytes live in page.py; here are integers only.
@@ -9,12 +10,13 @@ has in full and which numbers its pages by itself. Bytes live in page.py; here a
 Every rank may run its own Pool: the same calls give the same ids, shuffled or not.
 """
 
+import bisect
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from engine.errors import FaultError, RequestError
+from engine.errors import FaultError, TooLong
 from engine.pool.owner import (
     OWNER, PLACEMENTS, STRIPED, choose_owner, class_size, needed, page_class, smallest_pool,
     stripe,
@@ -45,10 +47,11 @@ class Lease:
 
 
 class Counts(NamedTuple):
-    """Pages of one class (or of the replicated region) by state; total = free + leased."""
+    """Pages of one class (or of the replicated region) by state: total = free + leased + kept."""
 
     free: int
     leased: int
+    kept: int
     total: int
 
 
@@ -97,6 +100,7 @@ class Pool:
         self._free = [FreeStack(range(c, pages, classes), rng) for c in range(classes)]
         self._free_replicated = FreeStack(range(replicated_total), rng)
         self._leases = {}
+        self._kept = set()          # ids of the leases that are kept
         self._granted = 0
 
     # ---- asking ----------------------------------------------------------------------------
@@ -116,13 +120,18 @@ class Pool:
         return (min(pages, self.replicated_pages) <= self.replicated_total
                 and all(n <= self.class_total(c) for c, n in enumerate(counts)))
 
+    def longest(self):
+        """The most logical pages that an empty pool could lease to one conversation."""
+        return bisect.bisect_left(range(1, self.pages + self.replicated_pages + 1), True,
+                                  key=lambda n: not self.could_ever_fit(n))
+
     def refusal(self, pages):
-        """Raise RequestError where `pages` logical pages could never be leased. Changes nothing."""
+        """Raise TooLong where `pages` logical pages could never be leased. Changes nothing."""
         if self.could_ever_fit(pages):
             return
         below = min(pages, self.replicated_pages)
         if below > self.replicated_total:
-            raise RequestError(
+            raise TooLong(
                 f"the request needs {below} replicated pages of its {pages}; the replicated region"
                 f" has {self.replicated_total}",
                 hint="Replicate fewer tokens (--replicate) or plan for more conversations"
@@ -136,7 +145,7 @@ class Pool:
         striped = needed(STRIPED, pages, 0, self.classes)
         if self.placement == OWNER and smallest_pool(striped) <= self.pages:
             helps = f"--placement striped would fit it ({max(striped)} pages a class). " + helps
-        raise RequestError(
+        raise TooLong(
             f"the request needs {pages} pages, {whose}; a class has {self.class_total(c)} pages"
             f" ({self.pages} in {self.classes} class{'es' if self.classes > 1 else ''},"
             f" placement {self.placement})",
@@ -145,12 +154,39 @@ class Pool:
 
     def counts(self):
         """(Counts of each class, Counts of the replicated region), for display."""
-        classes = [self.class_total(c) for c in range(self.classes)]
-        replicated = self.replicated_total
-        return (
-            tuple(Counts(len(s), t - len(s), t) for s, t in zip(self._free, classes)),
-            Counts(len(self._free_replicated), replicated - len(self._free_replicated), replicated),
-        )
+        kept = self._pages_of(self._leases[i] for i in self._kept)
+        totals = [*map(self.class_total, range(self.classes)), self.replicated_total]
+        free = [*self.available(), len(self._free_replicated)]
+        found = tuple(Counts(f, t - f - k, k, t) for f, k, t in zip(free, kept, totals))
+        return found[:-1], found[-1]
+
+    def states(self):
+        """uint8 [pages]: 0 free, 1 leased, 2 kept, of each split page id. For display."""
+        found = np.zeros(self.pages, np.uint8)
+        for lease in self._leases.values():
+            found[lease.ids[lease.region == SPLIT]] = 2 if lease.id in self._kept else 1
+        return found
+
+    def _pages_of(self, leases):
+        """Split pages of each class that the leases hold, and then their replicated pages."""
+        found = [0] * (self.classes + 1)
+        for lease in leases:
+            split = lease.ids[lease.region == SPLIT]
+            for c, n in enumerate(np.bincount(page_class(split, self.classes),
+                                              minlength=self.classes)):
+                found[c] += int(n)
+            found[-1] += lease.pages - len(split)
+        return found
+
+    def would_fit(self, pages, without):
+        """Whether `grant` would succeed once the given leases were released. Changes nothing."""
+        more = self._pages_of(without)
+        available = [a + n for a, n in zip(self.available(), more)]
+        owner = choose_owner(available) if self.placement == OWNER else 0
+        counts = needed(self.placement, pages, self.replicated_pages, self.classes, owner)
+        below = min(pages, self.replicated_pages)
+        return (below <= len(self._free_replicated) + more[-1]
+                and all(n <= a for n, a in zip(counts, available)))
 
     # ---- leasing ---------------------------------------------------------------------------
 
@@ -168,18 +204,57 @@ class Pool:
         ids = np.empty(pages, np.int32)
         for k in range(pages):
             ids[k] = self._stack(region[k], k, owner).take()
+        return self._made(owner, region, ids)
+
+    def release(self, lease):
+        """Give back every page of the lease; the lease is dead afterwards."""
+        self._forget(lease)
+        self._give(lease, 0)
+
+    def keep(self, lease):
+        """Count a lease as kept until it is resized or released."""
+        assert self._leases.get(lease.id) is lease, f"lease {lease.id} was not granted or is dead"
+        self._kept.add(lease.id)
+
+    def resize(self, lease, pages):
+        """The lease with `pages` logical pages in place of its own, or None where they do not fit.
+
+        What both have stays: the ids below the smaller count, and the owner. The old lease is dead
+        afterwards, the new one is not kept; None leaves all as it was.
+        """
+        assert pages >= 1 and self._leases.get(lease.id) is lease, lease.id
+        have = lease.pages
+        counts = [needed(self.placement, n, self.replicated_pages, self.classes, lease.owner or 0)
+                  for n in (have, pages)]
+        more = [max(0, b - a) for a, b in zip(*counts)]
+        below = min(pages, self.replicated_pages) - min(have, self.replicated_pages)
+        if below > len(self._free_replicated) or any(map(int.__gt__, more, self.available())):
+            return None
+        self._forget(lease)
+        region, ids = np.full(pages, SPLIT, np.int32), np.empty(pages, np.int32)
+        region[:self.replicated_pages] = REPLICATED
+        ids[:have] = lease.ids[:pages]
+        for k in range(have, pages):
+            ids[k] = self._stack(region[k], k, lease.owner).take()
+        self._give(lease, pages)
+        return self._made(lease.owner, region, ids)
+
+    def _made(self, owner, region, ids):
         region.flags.writeable = ids.flags.writeable = False
         lease = Lease(self._granted, owner, region, ids)
         self._granted += 1
         self._leases[lease.id] = lease
         return lease
 
-    def release(self, lease):
-        """Give back every page of the lease; the lease is dead afterwards."""
+    def _forget(self, lease):
         assert self._leases.get(lease.id) is lease, f"lease {lease.id} was not granted or is dead"
         del self._leases[lease.id]
+        self._kept.discard(lease.id)
+
+    def _give(self, lease, first):
+        """Free the lease's pages from `first` on."""
         # Backwards, so that the next lease of the same size gets the same ids in the same order.
-        for k in range(lease.pages - 1, -1, -1):
+        for k in range(lease.pages - 1, first - 1, -1):
             self._stack(lease.region[k], k, lease.owner).give(int(lease.ids[k]))
 
     def _stack(self, region, k, owner):

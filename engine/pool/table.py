@@ -81,9 +81,9 @@ class PageTable:
         """The logical pages of a seat that this rank holds: int32, ascending."""
         return np.flatnonzero(self.table[seat] != ABSENT).astype(np.int32)
 
-    def local_pages(self, seat):
-        """Their local page indices in the same order: int32. What poison and copies address."""
-        row = self.table[seat]
+    def local_pages(self, seat, first=0):
+        """The local indices, in the same order, of those from logical page `first` on: int32."""
+        row = self.table[seat, first:]
         return row[row != ABSENT]
 
     def holder(self, seat, k):

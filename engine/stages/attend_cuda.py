@@ -1,92 +1,63 @@
-"""Stage 4 on CUDA: one partial a span of 128 listed rows on tensor cores, folded to one a group.
+"""Stage 4 on CUDA: one partial a span of up to 64 listed rows on tensor cores, folded to one a page
+group.
 
 | | name | shape | dtype | |
 |---|---|---|---|---|
 | reads | query | [n, heads, kv_lora] | float32 | rounded to BF16; kv_lora % 8 == 0, at most 512 |
-| reads | lists, lengths, seats, table | as in attend.py | int32 | seat -1: a padding row |
+| reads | order, spans, starts | as in merge.py | int32 | the listed rows of `latents`, flat |
+| reads | seats | [n] | int32 | seat -1: a padding row, which has no span |
 | reads | latents | [pages, page_rows, kv_lora] | uint16 (BF16) | |
-| between | order, starts | [n, width], [n, G + 1] | int32 | lists sorted by page group |
-| between | part_out | [slots, n, heads, kv_lora] | float32 | |
-| between | part_top, part_mass | [slots, n, heads] | float32 | |
-| writes | out, lse | [G, n, heads(, kv_lora)] | float32 | (0, -inf) where a group is empty |
+| writes | out | [spans or G, n, heads, kv_lora] | float32 | |
+| writes | top, mass | [spans or G, n, heads] | float32 | |
 
-The order is a function of a row's list and of the grid of tiles of attend.py, of nothing else. A
-group's positions, ascending, are cut into spans of 128; a span into pieces of at most 16, anew at
-every tile. A span starts at (-inf, 0, 0) and takes its pieces one after the other:
+A span is a function of the row's list alone. Of one span, in units of log2 e:
 
-    dot_j  = four sums over d, quarters of 128, each 8 mma.sync steps ascending; ((0 + 1) + 2) + 3
-    best   = max(top, dot_j * scale);  p_j = exp(dot_j * scale - best);  shrink = exp(top - best)
-    mass   = mass * shrink + sum of the p_j in a fixed tree
-    out    = out * shrink, then p_j (as BF16) times rows added by one mma.sync step
+    dot_j = four sums over d, quarters of 128, each 8 mma.sync steps ascending; ((0 + 1) + 2) + 3
+    top   = max of dot_j * scale;  p_j = 2^(dot_j * scale - top)
+    mass  = sum of p_j: rows 2t and 2t + 1 of each eight, the eights ascending; (0 + 1) + (2 + 3)
+    out   = p_j (as BF16) times rows, one chain of four mma.sync steps, rows ascending
 
-The group's first span is copied, the others are folded in, ascending: best = larger top, then old *
-exp(old top - best) + new * exp(new top - best) for mass and out. A head is a row of an mma tile, so
-its bits depend on no other head. `attend` gives every span a block and a slot (spread, for decode:
-slots(width, G)), or a group a block that folds as it goes and carries an unfinished span from one
-call's last tile to the next call (chain, for prefill: 2 G slots, folded sums first). The bits are
-the same. `finish` folds what is left and divides.
+A group begins as (-inf, 0, 0) and takes its spans ascending: best = larger top; old = 2^(top -
+best), new = 2^(span's top - best); mass and out become fma(span's, new, group's * old). At the end
+out is divided by mass and top becomes the natural log-sum-exp. A head is a row of an mma tile, so
+its bits depend on no other head.
+
+In decode the spans of a row are spread over blocks, which write them one by one; project.finish
+folds them. In prefill a block walks a group's spans in a chain and folds as it goes, in one call
+or, where rows come to a scratch array tile by tile, in one a tile; the call that meets the last
+span divides. The bits are the same. In a chain 64 heads share a block's rows where shared memory
+allows (64 KiB a span, 16 KiB the queries of 16 heads: 146 KiB in all), otherwise 16 do (85 KiB).
 """
 
+import functools
 import math
 
 import numpy as np
-from numba import types
 
-from engine.device import (FULL, F32, I64, INLINE, KERNEL, U32, address, copy16, copy_commit,
-                           copy_wait, cuda, fma, intrinsic, ir, mma_bf16, mul_rn, narrow2,
-                           ptx, shared_address)
+from engine.attend_parts import (ROW, TILE_ROWS, divided, dots, folded, largest, load_heads,
+                                 load_sums, power, same, scaled, store_heads, store_sums,
+                                 store_unit, tops, weigh)
+from engine.device import (F32, FULL, I64, INLINE, KERNEL, U32, bits_float, copy16, copy_commit,
+                           copy_wait, cuda, fma, ld128, mul_rn, narrow2, shared_address,
+                           with_shared)
 
-TILE = 4096     # that of attend.py
-SPAN = 128      # rows a partial: 17 blocks a list, and as many bytes of partials as of rows
-PIECE = 16      # rows a step: the k of one mma.sync; two of 16 KiB stay below 48 KiB shared memory
+SPAN = 64       # that of merge.py: 64 KiB of shared memory
 WIDEST = 512    # columns of a latent row; a narrower one is padded with zeros in shared memory
-# 128 registers a thread: two blocks of 256 threads a multiprocessor, for a few spilled words.
-_TIGHT = dict(KERNEL, max_registers=128) if KERNEL else {}
-_RING = 2 * PIECE * WIDEST // 2     # uint32 of two pieces
-_COLUMNS = WIDEST // 128            # columns a thread of `_finish_kernel`
-
-
-def _ldmatrix(turn):
-    def typing(typingctx, where):
-        def build(context, builder, signature, args):
-            text = f"ldmatrix.sync.aligned.m8n8.x4{turn}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
-            words = ptx(builder, text, "=r,=r,=r,=r,r", [ir.IntType(32)] * 4, list(args), True)
-            return context.make_tuple(builder, signature.return_type, words)
-        return types.UniTuple(U32, 4)(U32), build
-    return typing
-
-
-@intrinsic
-def _load_rows(typingctx, where):
-    """Four 8 x 8 BF16 matrices; lane 8 m + r gives the address of row r of matrix m, and lane
-    4 g + t gets elements 2t, 2t + 1 of row g of each."""
-    return _ldmatrix("")(typingctx, where)
-
-
-@intrinsic
-def _load_columns(typingctx, where):
-    """The same, but lane 4 g + t gets elements 2t, 2t + 1 of column g of each."""
-    return _ldmatrix(".trans")(typingctx, where)
-
-
-@intrinsic
-def _store2(typingctx, array, index, a, b):
-    """array.flat[index], array.flat[index + 1] = a, b; index is even."""
-    def build(context, builder, signature, args):
-        where = address(context, builder, signature.args[0], args[0], args[1])
-        text = "st.global.v2.f32 [$0], {$1,$2};"
-        ptx(builder, text, "l,f,f", [], [where, args[2], args[3]], True)
-        return context.get_dummy_value()
-    return types.void(array, I64, F32, F32), build
+THREADS = 256
+_SPAN_BYTES = SPAN * ROW
+_WIDE = 146 << 10       # shared bytes of a block of 64 heads
+_BLOCKS = 8     # a multiprocessor, before a block of decode takes several spans
+_LN2 = math.log(2.0)
+_TIGHT = dict(KERNEL, max_registers=128) if KERNEL else {}     # so that two blocks share an SM
 
 
 @cuda.jit(**INLINE)
-def _first_index(order, begin, end, least):
-    """First index in [begin, end) whose ascending position is at least `least`."""
+def _first_span(order, spans, begin, end, least):
+    """First span in [begin, end) whose first entry of `order` is at least `least`."""
     low, high = begin, end
     while low < high:
         middle = (low + high) >> 1
-        if order[middle] < least:
+        if order[spans[middle]] < least:
             low = middle + 1
         else:
             high = middle
@@ -94,307 +65,269 @@ def _first_index(order, begin, end, least):
 
 
 @cuda.jit(**INLINE)
-def _piece(tiles, at, length, lane):
-    """Rows of the piece at `at`: up to 16, inside the span and one tile; 0 at the span's end."""
-    here = at + lane
-    inside = lane < PIECE and here < length
-    same = False
-    if inside:
-        same = tiles[here] == tiles[at]
-    return cuda.popc(cuda.ballot_sync(FULL, same))
+def _own_row(order, spans, span):
+    """(rows of the span, the entry of `order` that lane l < 8 of this warp brings: row 8 w + l)."""
+    begin = spans[span]
+    count = spans[span + 1] - begin
+    at = 8 * (cuda.threadIdx.x >> 5) + (cuda.threadIdx.x & 31)
+    row = np.int32(0)
+    if at < count and cuda.threadIdx.x & 31 < 8:
+        row = order[begin + at]
+    return count, row
 
 
 @cuda.jit(**INLINE)
-def _fetch_piece(latents, rows, at, count, stage):
-    """Start the copy of `count` latent rows, zeros after them, to shared address `stage`. Unit u
-    (16 bytes) of row r lies at r * 1024 + 16 (u ^ r % 8): eight rows of a unit in eight banks."""
-    lane = cuda.threadIdx.x & 31
-    units = latents.shape[2] >> 3
-    for r in range(cuda.threadIdx.x >> 5, PIECE, cuda.blockDim.x >> 5):
-        row = I64(0)
-        if r < count:
-            row = I64(rows[at + r]) * latents.shape[2]
-        for unit in range(lane, 64, 32):
-            size = U32(0)
-            source = I64(0)
-            if r < count and unit < units:
-                size = U32(16)
-                source = row + 8 * unit
-            copy16(U32(stage + r * 1024 + ((unit ^ (r & 7)) << 4)), latents, source, size)
+def _fetch_span(latents, row, first_row, count, stage):
+    """Start the copy of a span's rows to shared address `stage`, zeros after them."""
+    lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+    width = latents.shape[2]
+    for r in range(8):
+        source = I64(cuda.shfl_sync(FULL, row, r) - first_row) * width
+        at = 8 * warp + r
+        for half in range(2):
+            unit = lane + 32 * half
+            size, index = U32(0), I64(0)
+            if at < count and 8 * unit < width:
+                size, index = U32(16), source + 8 * unit
+            copy16(U32(stage + at * ROW + ((unit ^ r) << 4)), latents, index, size)
     copy_commit()
 
 
-@cuda.jit(**_TIGHT)
-def _attend_kernel(query, order, starts, seats, table, latents, scale, first_page, first_tile,
-                   last_tile, chain, out, top, mass):
-    # grid (spans, or groups in a chain; tiles of heads; n); 128 threads for 16 heads: warps 4 m ..
-    # 4 m + 3 take a quarter of the columns each, of 16 heads
-    ring = cuda.shared.array(_RING, U32, alignment=128)
-    sums = cuda.shared.array((8, 8, 32), F32)
-    rows = cuda.shared.array(SPAN, types.int32)
-    tiles = cuda.shared.array(SPAN, types.int32)
-    i, thread = cuda.blockIdx.z, cuda.threadIdx.x
-    if seats[i] < 0:
-        return
-    lane, warp = thread & 31, thread >> 5
-    g, t = lane >> 2, lane & 3
-    quarter = warp & 3
+@cuda.jit(**INLINE)
+def _eight(query, index):
+    a, b, c, d = ld128(query, index)
+    e, f, g, h = ld128(query, index + 4)
+    return (narrow2(bits_float(a), bits_float(b)), narrow2(bits_float(c), bits_float(d)),
+            narrow2(bits_float(e), bits_float(f)), narrow2(bits_float(g), bits_float(h)))
+
+
+@cuda.jit(**INLINE)
+def _query_unit(query, i, head, unit):
+    """16 bytes of a query as BF16, zeros past its heads and columns."""
     heads, width = query.shape[1], query.shape[2]
-    groups = starts.shape[1] - 1
-    page_rows = latents.shape[1]
-    head = (cuda.blockIdx.y * (cuda.blockDim.x >> 7) + (warp >> 2)) * 16 + g
-    column = quarter * 128 + 2 * t
+    index = I64(0)
+    inside = head < heads and 8 * unit < width
+    if inside:
+        index = (I64(i) * heads + head) * width + 8 * unit
+    a, b, c, d = _eight(query, index)
+    if not inside:
+        a, b, c, d = U32(0), U32(0), U32(0), U32(0)
+    return a, b, c, d
 
-    # --- this block's part of the row's order
-    unit = cuda.blockIdx.x
-    group = unit
-    if not chain:
-        group = 0
-        while group < groups:
-            spans = (starts[i, group + 1] - starts[i, group] + SPAN - 1) // SPAN
-            if unit < spans:
-                break
-            unit -= spans
-            group += 1
-        if group == groups:
+
+@cuda.jit(**INLINE)
+def _put_unit(base, head, unit, words):
+    a, b, c, d = words
+    store_unit(U32(base + head * ROW + ((unit ^ (head & 7)) << 4)), a, b, c, d)
+
+
+@functools.cache
+def attend_kernel(tiles):
+    """The kernel for blocks of 16 `tiles` heads: 1, or 4 of them."""
+    heads_block = 16 * tiles
+    high = eights = 2 if tiles == 4 else 1  # tiles of heads a warp; eights of rows
+    beside = 8 // eights                    # warps that share a tile of heads
+    weight_words = heads_block * SPAN // 2
+    top_words, pair_words, factor_words = beside * heads_block, 32 * heads_block, 2 * heads_block
+    top_step = 4 * heads_block
+    across = WIDEST // beside               # columns a warp
+    kept = high * across // 2               # sums a thread, of its warp's heads and columns
+    folders = 4 * heads_block               # threads that fold: four a head
+
+    @cuda.jit(**(KERNEL if tiles == 4 else _TIGHT))
+    def _attend_kernel(query, order, spans, starts, seats, latents, scale, first_row, last_row,
+                       chain, out, top, mass):
+        # grid (spans, or groups in a chain; blocks of heads; n), 8 warps; dynamic shared memory:
+        # a span of rows, then queries
+        rows = cuda.shared.array(0, U32)
+        weights = cuda.shared.array(weight_words, U32, alignment=128)
+        highs = cuda.shared.array(top_words, F32)
+        pairs = cuda.shared.array(pair_words, F32)
+        factors = cuda.shared.array(factor_words, F32)
+        i, thread = cuda.blockIdx.z, cuda.threadIdx.x
+        lane, warp = thread & 31, thread >> 5
+        g, t, odd = lane >> 2, lane & 3, np.int32(lane & 1)
+        heads, width = query.shape[1], query.shape[2]
+        groups = starts.shape[1] - 1
+        head0 = cuda.blockIdx.y * heads_block
+        slot = cuda.blockIdx.x
+        side, beneath = warp // beside, warp % beside   # its tiles of heads; its rows and columns
+        first_head = side * high * 16
+        first_eight = beneath * eights
+        column = across * beneath + 2 * t
+        left = np.int32(heads - head0 - first_head - g)
+        columns = np.int32(width - column)
+        where = (I64(i) * heads + head0 + first_head + g) * width + column
+        a_slot = I64(query.shape[0]) * heads * width
+        folder = head0 + (thread >> 2)      # the head that a folding thread folds
+        folds = thread < folders and folder < heads
+
+        # --- this block's spans
+        if chain:
+            begin, end = starts[i, slot], starts[i, slot + 1]
+            if seats[i] < 0 or begin == end:
+                store_sums(out, where + slot * a_slot, width, left, columns, same(F32(0.0), kept),
+                           high, odd)
+                if folds and t == 0:
+                    top[slot, i, folder] = F32(-math.inf)
+                return
+            span, last = begin, end
+            if first_row > 0:
+                span = _first_span(order[i], spans[i], begin, end, first_row)
+            if last_row > 0:
+                last = _first_span(order[i], spans[i], span, end, last_row)
+        else:
+            if seats[i] < 0:
+                return
+            begin, end = np.int32(0), starts[i, groups]
+            span, last = np.int32(slot), end
+        if span >= last:
             return
-    begin, end = starts[i, group], starts[i, group + 1]
-    if chain:
-        at = _first_index(order[i], begin, end, first_tile * TILE)
-        last = _first_index(order[i], begin, end, last_tile * TILE)
-    else:
-        at = begin + unit * SPAN
-        last = min(at + SPAN, end)
-    if at >= last:
-        return
+        step = np.int32(1) if chain else np.int32(cuda.gridDim.x)
 
-    # --- queries as mma operands
-    asked = cuda.local.array(32, U32)
-    for step in range(8):
-        for part in range(4):
-            h = head + 8 * (part & 1)
-            d = column + 16 * step + 8 * (part >> 1)
-            asked[4 * step + part] = U32(0)
-            if h < heads and d < width:
-                asked[4 * step + part] = narrow2(query[i, h, d], query[i, h, d + 1])
+        # --- its first rows on their way, then the queries
+        base = shared_address(rows)
+        asked = U32(base + _SPAN_BYTES)
+        count, row = _own_row(order[i], spans[i], span)
+        _fetch_span(latents, row, first_row, count, base)
+        ahead = np.int32(0)
+        if span + step < last:
+            ahead, row = _own_row(order[i], spans[i], span + step)
+        unit = thread & 63
+        for part in range(tiles):
+            head = 16 * part + (thread >> 6)
+            w0 = _query_unit(query, i, head0 + head, unit)
+            w1 = _query_unit(query, i, head0 + head + 4, unit)
+            w2 = _query_unit(query, i, head0 + head + 8, unit)
+            w3 = _query_unit(query, i, head0 + head + 12, unit)
+            _put_unit(asked, head, unit, w0)
+            _put_unit(asked, head + 4, unit, w1)
+            _put_unit(asked, head + 8, unit, w2)
+            _put_unit(asked, head + 12, unit, w3)
 
-    # --- shared addresses of a lane's rows of eight; a unit's low three bits are swapped
-    base = shared_address(ring)
-    row_at = U32(base + ((lane & 7) + ((lane >> 4) << 3)) * 1024 + quarter * 256)
-    column_at = U32(base + (lane & 15) * 1024 + quarter * 256)
-    row_swap = U32(((lane & 7) ^ ((lane >> 3) & 1)) << 4)
-    column_swap = U32(((lane & 7) ^ (lane >> 4)) << 4)
+        # --- addresses of a lane's rows and heads
+        swap = U32(((lane >> 4) ^ (lane & 7)) << 4)
+        query_at = U32(asked + (first_head + (lane & 15)) * ROW)
+        if eights == 2:
+            dot_at = U32(base + (8 * first_eight + 8 * (lane >> 4) + (lane & 7)) * ROW)
+            dot_swap = U32((((lane >> 3) & 1) ^ (lane & 7)) << 4)
+        else:
+            dot_at = U32(base + (8 * first_eight + (lane & 7)) * ROW)
+            dot_swap = U32(((lane >> 3) ^ (lane & 7)) << 4)
+        row_at = U32(base + (lane & 15) * ROW + 2 * across * beneath)
+        weight_base = shared_address(weights)
+        weight_at = U32(weight_base + 128 * (first_head + g) + 4 * t)
+        weight_swap = U32((first_eight ^ g) << 4)
+        weights_at = U32(weight_base + 128 * (first_head + (lane & 15)))
+        high_base = shared_address(highs)
+        high_at = U32(high_base + 4 * (first_head + g))
+        pair_at = U32(shared_address(pairs) + 16 * (first_eight * heads_block + first_head + g)
+                      + 4 * t)
+        factor_at = U32(shared_address(factors) + 4 * (first_head + g))
 
-    acc = cuda.local.array(64, F32)
-    while at < last:
-        # --- a span, or what this call's tiles hold of it
-        span_end = min(begin + ((at - begin) // SPAN + 1) * SPAN, end)
-        stop = min(span_end, last)
-        length = stop - at
-        cuda.syncthreads()
-        if thread < length:
-            position = order[i, at + thread]
-            tiles[thread] = position // TILE
-            rows[thread] = (table[seats[i], position // page_rows - first_page] * page_rows
-                            + position % page_rows)
-        top0, top1 = F32(-math.inf), F32(-math.inf)
-        mass0, mass1 = F32(0.0), F32(0.0)
-        for j in range(64):
-            acc[j] = F32(0.0)
-        if (at - begin) % SPAN:
-            carried = groups + group
-            for side in range(2):
-                h = head + 8 * side
-                if h < heads:
-                    if side:
-                        top1, mass1 = top[carried, i, h], mass[carried, i, h]
-                    else:
-                        top0, mass0 = top[carried, i, h], mass[carried, i, h]
-                    for j in range(16):
-                        if column + 8 * j < width:
-                            acc[4 * j + 2 * side] = out[carried, i, h, column + 8 * j]
-                            acc[4 * j + 2 * side + 1] = out[carried, i, h, column + 8 * j + 1]
-        cuda.syncthreads()
-        now, stage = 0, 0
-        count = _piece(tiles, 0, length, lane)
-        _fetch_piece(latents, rows, 0, count, base)
-        while count > 0:
-            # --- the next piece on its way, this one's dots
+        # --- what the group has so far
+        total_top, total_mass = F32(-math.inf), F32(0.0)
+        sums = same(F32(0.0) if chain else F32(-0.0), kept)
+        if chain and span > begin:
+            sums = load_sums(out, where + slot * a_slot, width, left, columns, sums, high)
+            if folds:
+                total_top, total_mass = top[slot, i, folder], mass[slot, i, folder]
+        while True:
             copy_wait(0)
             cuda.syncthreads()
-            ahead = 0
-            if now + count < length:
-                ahead = _piece(tiles, now + count, length, lane)
-                _fetch_piece(latents, rows, now + count, ahead, base + (stage ^ 1) * (PIECE * 1024))
-            dots = cuda.local.array(8, F32)
-            for j in range(8):
-                dots[j] = F32(0.0)
-            shift = U32(stage * (PIECE * 1024))
-            for step in range(8):
-                b0, b1, b2, b3 = _load_rows(
-                    U32(row_at + shift + (row_swap ^ U32(32 * (step & 3))) + 128 * (step >> 2)))
-                dots[0], dots[1], dots[2], dots[3] = mma_bf16(
-                    asked[4 * step], asked[4 * step + 1], asked[4 * step + 2], asked[4 * step + 3],
-                    b0, b1, dots[0], dots[1], dots[2], dots[3])
-                dots[4], dots[5], dots[6], dots[7] = mma_bf16(
-                    asked[4 * step], asked[4 * step + 1], asked[4 * step + 2], asked[4 * step + 3],
-                    b2, b3, dots[4], dots[5], dots[6], dots[7])
-            for j in range(8):
-                sums[warp, j, lane] = dots[j]
+
+            # --- dots, their maxima, exponentials
+            found = dots(query_at, swap, dot_at, dot_swap, high, eights)
+            found = scaled(found, scale, np.int32(count - 8 * first_eight - 2 * t), high)
+            best = tops(found, high)
+            if t == 0:
+                store_heads(U32(high_at + beneath * top_step), best)
+            cuda.syncthreads()
+            best = largest(high_at, top_step, beside, high)
+            weigh(found, best, weight_at, weight_swap, pair_at, heads_block)
+            cuda.syncthreads()
+            if thread < folders:
+                own = thread >> 2
+                total = pairs[4 * own + t]
+                for j in range(1, 8):
+                    total += pairs[4 * (j * heads_block + own) + t]
+                total += cuda.shfl_xor_sync(FULL, total, 1)
+                total += cuda.shfl_xor_sync(FULL, total, 2)
+                span_top = highs[own]
+                for j in range(1, beside):
+                    span_top = max(span_top, highs[j * heads_block + own])
+                old, new = F32(1.0), F32(1.0)
+                if chain:
+                    larger = max(total_top, span_top)
+                    old, new = power(total_top - larger), power(span_top - larger)
+                    total_mass = fma(total, new, mul_rn(total_mass, old))
+                    total_top = larger
+                else:
+                    total_top, total_mass = span_top, total
+                if t == 0:
+                    factors[own], factors[heads_block + own] = old, new
             cuda.syncthreads()
 
-            # --- exponentials; lane 4 g + t has rows 2t, 2t + 1, 2t + 8, 2t + 9 of heads g, g + 8
-            four = warp & 4
-            for j in range(8):
-                s = sums[four, j, lane] + sums[four + 1, j, lane]
-                s = (s + sums[four + 2, j, lane]) + sums[four + 3, j, lane]
-                dots[j] = mul_rn(s, scale)
-                if 2 * t + (j & 1) + ((j & 4) << 1) >= count:
-                    dots[j] = F32(-math.inf)
-            best0 = max(max(dots[0], dots[1]), max(dots[4], dots[5]))
-            best1 = max(max(dots[2], dots[3]), max(dots[6], dots[7]))
-            for step in (1, 2):
-                best0 = max(best0, cuda.shfl_xor_sync(FULL, best0, step))
-                best1 = max(best1, cuda.shfl_xor_sync(FULL, best1, step))
-            best0, best1 = max(best0, top0), max(best1, top1)
-            shrink0, shrink1 = math.exp(top0 - best0), math.exp(top1 - best1)
-            top0, top1 = best0, best1
-            for j in range(8):
-                dots[j] = math.exp(dots[j] - (best1 if j & 2 else best0))
-            total0 = (dots[0] + dots[1]) + (dots[4] + dots[5])
-            total1 = (dots[2] + dots[3]) + (dots[6] + dots[7])
-            for step in (1, 2):
-                total0 += cuda.shfl_xor_sync(FULL, total0, step)
-                total1 += cuda.shfl_xor_sync(FULL, total1, step)
-            mass0, mass1 = fma(mass0, shrink0, total0), fma(mass1, shrink1, total1)
-
-            # --- rows into the sums; a factor of 1 changes nothing, so it is not multiplied
-            if cuda.any_sync(FULL, shrink0 != F32(1.0) or shrink1 != F32(1.0)):
-                for j in range(16):
-                    acc[4 * j] *= shrink0
-                    acc[4 * j + 1] *= shrink0
-                    acc[4 * j + 2] *= shrink1
-                    acc[4 * j + 3] *= shrink1
-            a0, a1 = narrow2(dots[0], dots[1]), narrow2(dots[2], dots[3])
-            a2, a3 = narrow2(dots[4], dots[5]), narrow2(dots[6], dots[7])
-            for j in range(8):
-                b0, b1, b2, b3 = _load_columns(
-                    U32(column_at + shift + (column_swap ^ U32(32 * (j & 3))) + 128 * (j >> 2)))
-                k = 8 * j
-                acc[k], acc[k + 1], acc[k + 2], acc[k + 3] = mma_bf16(
-                    a0, a1, a2, a3, b0, b1, acc[k], acc[k + 1], acc[k + 2], acc[k + 3])
-                acc[k + 4], acc[k + 5], acc[k + 6], acc[k + 7] = mma_bf16(
-                    a0, a1, a2, a3, b2, b3, acc[k + 4], acc[k + 5], acc[k + 6], acc[k + 7])
-            now += count
+            # --- rows into the sums
+            sums = folded(sums, weights_at, swap, row_at, swap,
+                          load_heads(factor_at, high),
+                          load_heads(U32(factor_at + 4 * heads_block), high))
+            if not chain:
+                store_sums(out, where + span * a_slot, width, left, columns, sums, high, odd)
+                sums = same(F32(-0.0), kept)
+                if folds and t == 0:
+                    top[span, i, folder], mass[span, i, folder] = total_top, total_mass
+            span += step
+            if span >= last:
+                break
+            cuda.syncthreads()
+            _fetch_span(latents, row, first_row, ahead, base)
             count = ahead
-            stage ^= 1
+            if span + step < last:
+                ahead, row = _own_row(order[i], spans[i], span + step)
 
-        # --- the span's partial: to its slot, into the group's sum, or carried
-        slot = cuda.blockIdx.x
-        if chain and stop < span_end:
-            slot = groups + group
-        fold = chain and stop == span_end and span_end - begin > SPAN
-        for side in range(2):
-            h = head + 8 * side
-            if h < heads:
-                new_top, new_mass = (top1, mass1) if side else (top0, mass0)
-                old, new = F32(0.0), F32(1.0)
-                if fold:
-                    best = max(top[slot, i, h], new_top)
-                    old, new = math.exp(top[slot, i, h] - best), math.exp(new_top - best)
-                    new_mass = fma(new_mass, new, mul_rn(mass[slot, i, h], old))
-                    new_top = best
-                if side:
-                    top1, mass1 = new_top, new_mass
-                else:
-                    top0, mass0 = new_top, new_mass
-                where = ((I64(slot) * query.shape[0] + i) * heads + h) * width + column
-                for j in range(16):
-                    if column + 8 * j < width:
-                        x, y = acc[4 * j + 2 * side], acc[4 * j + 2 * side + 1]
-                        if fold:
-                            x = fma(x, new, mul_rn(out[slot, i, h, column + 8 * j], old))
-                            y = fma(y, new, mul_rn(out[slot, i, h, column + 8 * j + 1], old))
-                        _store2(out, where + 8 * j, x, y)
-        cuda.syncthreads()                  # all have read the old top and mass
-        if quarter == 0 and t == 0:
-            if head < heads:
-                top[slot, i, head], mass[slot, i, head] = top0, mass0
-            if head + 8 < heads:
-                top[slot, i, head + 8], mass[slot, i, head + 8] = top1, mass1
-        at = stop
+        # --- the group's sums, divided at its end
+        if not chain:
+            return
+        if span == end:
+            cuda.syncthreads()
+            if thread < folders and t == 0:
+                factors[thread >> 2] = total_mass
+            cuda.syncthreads()
+            sums = divided(sums, load_heads(factor_at, high))
+            total_top = fma(total_top, F32(_LN2), math.log(total_mass))
+        store_sums(out, where + slot * a_slot, width, left, columns, sums, high, odd)
+        if folds and t == 0:
+            top[slot, i, folder], mass[slot, i, folder] = total_top, total_mass
+    return _attend_kernel
 
 
-def slots(width, groups):
-    """Spans that a list of `width` positions in `groups` page groups has at most."""
-    return -(-width // SPAN) + groups - 1
+@functools.cache
+def _device():
+    """(multiprocessors, bytes of shared memory that a block may have) of the device."""
+    device = cuda.get_current_device()
+    return device.MULTIPROCESSOR_COUNT, device.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
 
-def attend(query, order, starts, seats, table, latents, scale, first_page, first_tile, last_tile,
-           chain, part_out, part_top, part_mass, stream):
-    """Partials of the listed rows in tiles first_tile .. last_tile - 1; see the module's table.
+def attend(query, order, spans, starts, seats, latents, scale, first_row, last_row, chain, out, top,
+           mass, stream):
+    """Partials of the listed rows; see the module's table.
 
-    Spread takes all tiles at once; a chain takes them ascending, over one call or several.
+    Spread fills out, top and mass of every span, for project.finish. A chain fills out and lse
+    (top) of every group, with the spans whose rows `order` has from first_row on and, where it is
+    not 0, below last_row: multiples of merge.TILE, ascending from call to call; latents begin at
+    first_row. mass [G, n, heads] goes from call to call.
     """
     n, heads, width = query.shape
     groups = starts.shape[1] - 1
     assert latents.dtype == "uint16" and width % 8 == 0 and width <= WIDEST
     assert n and heads, "an empty launch: the caller has nothing to do"
-    assert part_out.shape[0] >= (2 * groups if chain else slots(order.shape[1], groups))
-    high = 2 if n >= 4 and heads > 16 else 1        # tiles of heads that share a block's rows
-    grid = (groups if chain else part_out.shape[0], -(-heads // (16 * high)), n)
-    _attend_kernel[grid, 128 * high, stream](
-        query, order, starts, seats, table, latents, np.float32(scale), first_page, first_tile,
-        last_tile, chain, part_out, part_top, part_mass)
-
-
-@cuda.jit(**KERNEL)
-def _finish_kernel(part_out, part_top, part_mass, starts, seats, chain, out, lse):
-    # grid (heads, n, G), 128 threads of every 128th column
-    h, i, group = cuda.blockIdx.x, cuda.blockIdx.y, cuda.blockIdx.z
-    thread, width = cuda.threadIdx.x, out.shape[3]
-    first, count = 0, 0
-    if seats[i] >= 0:
-        for g in range(group + 1):
-            first += count
-            count = (starts[i, g + 1] - starts[i, g] + SPAN - 1) // SPAN
-    if chain:
-        first, count = group, min(count, 1)
-    if count == 0:
-        for d in range(thread, width, 128):
-            out[group, i, h, d] = F32(0.0)
-        if thread == 0:
-            lse[group, i, h] = F32(-math.inf)
-        return
-    total = cuda.local.array(_COLUMNS, F32)
-    for c in range(_COLUMNS):
-        d = thread + 128 * c
-        total[c] = part_out[first, i, h, d] if d < width else F32(0.0)
-    top, mass = part_top[first, i, h], part_mass[first, i, h]
-    for slot in range(first + 1, first + count):
-        best = max(top, part_top[slot, i, h])
-        old, new = math.exp(top - best), math.exp(part_top[slot, i, h] - best)
-        for c in range(_COLUMNS):
-            d = thread + 128 * c
-            if d < width:
-                total[c] = fma(part_out[slot, i, h, d], new, mul_rn(total[c], old))
-        mass = fma(part_mass[slot, i, h], new, mul_rn(mass, old))
-        top = best
-    for c in range(_COLUMNS):
-        d = thread + 128 * c
-        if d < width:
-            out[group, i, h, d] = total[c] / mass
-    cuda.syncthreads()                      # out and lse may be the chain's own arrays
-    if thread == 0:
-        lse[group, i, h] = top + math.log(mass)
-
-
-def finish(part_out, part_top, part_mass, starts, seats, chain, out, lse, stream):
-    """Partials of each group: out [G, n, heads, kv_lora] and log-sum-exp [G, n, heads].
-
-    In a chain out may be part_out[:G] and lse part_top[:G].
-    """
-    groups, n, heads, width = out.shape
-    assert groups == starts.shape[1] - 1 and width <= WIDEST
-    _finish_kernel[(heads, n, groups), 128, stream](part_out, part_top, part_mass, starts, seats,
-                                                    chain, out, lse)
+    assert out.shape[0] == groups if chain else spans.shape[1] == out.shape[0] + 1
+    processors, room = _device()
+    tiles = 4 if chain and heads > 32 and room >= _WIDE else 1
+    tall = -(-heads // (16 * tiles))
+    wide = groups if chain else min(out.shape[0], -(-_BLOCKS * processors // (tall * n)))
+    launch = with_shared(attend_kernel(tiles), (wide, tall, n), THREADS, stream,
+                         _SPAN_BYTES + tiles * TILE_ROWS)
+    launch(query, order, spans, starts, seats, latents, np.float32(scale / _LN2), first_row,
+           last_row, chain, out, top, mass)

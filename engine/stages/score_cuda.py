@@ -7,7 +7,7 @@
 | reads | keys | [local pages, pools a page, index_dim] | uint16 (BF16) | index_dim % 8 == 0 |
 | between | found | [batch, pools] | float32 | scores by place among the group's pools |
 | between | bins, near | [batch, 4096] | int32 | bins and fill are zero between calls |
-| between | fill | [batch] | int32 | |
+| between | fill | [batch, 2] | int32 | places listed, blocks done |
 | writes | scores, pools, counts | [n, P], [n, P], [n] | as in score.py | P at most 512 |
 | modifies | faults | [1] | int32 | grows by the number of NaN scores |
 
@@ -16,20 +16,21 @@ d ascending by 32 (inside 32, step 0 takes d % 8 = 0..3, step 1 the others); lan
 max(dot * scale, 0) of heads 2t, 2t + 1, 8 + 2t, 8 + 2t + 1, ... in this order by fma; the four
 lanes are added as (0 + 1) + (2 + 3). The total order is that of score.py.
 
-Three kernels. The first writes scores and counts them by the 12 leading bits of their order key.
-The second finds the bin in which the P-th lies and lists the places of all up to it. The third
+Two kernels. The first writes scores and, where a row has more than NEAR, counts them by the 12
+leading bits of their order key. The second finds the bin in which the P-th lies and lists the
+places of all up to it; the last block of a row to be done, or the only one where there are few,
 selects by radix on the whole 64-bit keys, unique because the pool is in them, and sorts; where more
-than 4,096 places are near (ties), it reads all scores again instead. Order of integer atomics
-decides where a place is listed, never what is selected. Bytes: every scored key once a row; rows of
-one seat side by side find them in L2.
+than NEAR are near (ties), it reads all scores again instead. Order of integer atomics decides where
+a place is listed, never what is selected. Bytes: every scored key once a row; rows of one seat side
+by side find them in L2.
 """
 
 import numpy as np
 from numba import types
 
-from engine.device import (FULL, F32, I64, INLINE, KERNEL, U32, U64, add_rn, cuda, fma, ldg128,
-                           lds128, mul_rn, mma_bf16, narrow2, order_key, order_score,
-                           shared_address)
+from engine.device import (FULL, F32, I64, INLINE, KERNEL, U32, U64, add_rn, bits_float, cuda, fma,
+                           ld128, ldg128, lds128, mul_rn, mma_bf16, narrow2, order_key,
+                           order_score, shared_address)
 
 MOST = 512      # pools kept at most: one thread each sorts them
 HEADS = 32      # at most; fewer are padded with zeros, as are narrower keys
@@ -39,6 +40,10 @@ NEAR = 4096     # listed places a row: 32 KiB of keys in shared memory
 BLOCKS = 264    # two a multiprocessor of the largest device: one wave
 _ASKED = HEADS * WIDTH // 2
 _LISTED = 1024  # places that a block gathers before it asks for room
+DIGIT = 10      # bits of a pass of the selection
+DIGITS = 1 << DIGIT
+PICKERS = 512   # threads that select: one a pool kept
+_TIGHT = dict(KERNEL, max_registers=64) if KERNEL else {}       # two blocks share an SM
 
 
 @cuda.jit(**INLINE)
@@ -74,6 +79,15 @@ def _key_row(table, seat, place, held, a_page, start, step):
     if place >= held:
         return I64(0)
     return I64(table[seat, start + place // a_page * step]) * a_page + place % a_page
+
+
+@cuda.jit(**INLINE)
+def _eight(query, index):
+    """Eight neighbouring float32 as four pairs of BF16."""
+    a, b, c, d = ld128(query, index)
+    e, f, g, h = ld128(query, index + 4)
+    return (narrow2(bits_float(a), bits_float(b)), narrow2(bits_float(c), bits_float(d)),
+            narrow2(bits_float(e), bits_float(f)), narrow2(bits_float(g), bits_float(h)))
 
 
 @cuda.jit(**INLINE)
@@ -113,17 +127,18 @@ def _score_kernel(query, weight, seats, positions, table, keys, scale, kpool, ke
 
     # --- the row's query as mma operands: lane 4 g + t of (8 heads, 32 d) has d 8 t .. 8 t + 7
     heads, width = query.shape[1], query.shape[2]
-    for at in range(thread, _ASKED, 256):
-        word, owner, part = at & 3, (at >> 2) & 31, (at >> 7) & 3
-        h = (at >> 9) * 8 + (owner >> 2)
-        d = 32 * part + 8 * (owner & 3) + 2 * word
-        asked[at] = U32(0)
+    for at in range(thread, _ASKED // 4, 256):
+        h, d = (at >> 7) * 8 + ((at & 31) >> 2), 32 * ((at >> 5) & 3) + 8 * (at & 3)
+        p, q, r, s = U32(0), U32(0), U32(0), U32(0)
         if h < heads and d < width:
-            asked[at] = narrow2(query[i, h, d], query[i, h, d + 1])
+            p, q, r, s = _eight(query, (I64(i) * heads + h) * width + d)
+        asked[4 * at], asked[4 * at + 1], asked[4 * at + 2], asked[4 * at + 3] = p, q, r, s
     if thread < HEADS:
         weights[thread] = weight[i, thread] if thread < heads else F32(0.0)
-    for at in range(thread, BINS, 256):
-        counted[at] = 0
+    few = held <= NEAR          # then the selection looks at them all, without bins
+    if not few:
+        for at in range(thread, BINS, 256):
+            counted[at] = 0
     cuda.syncthreads()
 
     # --- keys one sixteen ahead, their rows two ahead
@@ -162,7 +177,8 @@ def _score_kernel(query, weight, seats, positions, table, keys, scale, kpool, ke
         if lane & 3 < 2 and mine < held:
             score = score1 if lane & 1 else score0
             found[batch, mine] = score
-            cuda.atomic.add(counted, _bin(score), 1)
+            if not few:
+                cuda.atomic.add(counted, _bin(score), 1)
             if score != score:
                 cuda.atomic.add(faults, 0, 1)
         for j in range(32):
@@ -170,32 +186,24 @@ def _score_kernel(query, weight, seats, positions, table, keys, scale, kpool, ke
         place += stride
 
     # --- counts to all blocks
+    if few:
+        return
     cuda.syncthreads()
     for at in range(thread, BINS, 256):
         if counted[at]:
             cuda.atomic.add(bins, (batch, at), counted[at])
 
 
-@cuda.jit(**KERNEL)
-def _collect_kernel(seats, positions, a_page, kpool, keep, group, groups, first, found, bins, near,
-                    fill):
-    # grid (batch, parts), 256 threads, 16 bins each
-    sums = cuda.shared.array(8, types.int32)
-    listed = cuda.shared.array(_LISTED, types.int32)
-    shared = cuda.shared.array(4, types.int32)          # last bin, listed places, their room
-    batch = cuda.blockIdx.x
-    i, thread = first + batch, cuda.threadIdx.x
+@cuda.jit(**INLINE)
+def _digit_of(counts, want, sums, found):
+    """Where the want-th of counted things lies: to `found` its bin, its place in the bin (from 1)
+    and the bin's count. counts: a multiple of 512; 512 threads; sums: shared, 16."""
+    thread = cuda.threadIdx.x
     lane, warp = thread & 31, thread >> 5
-    start, step = (group, groups) if group >= 0 else (0, 1)
-    seen = (positions[i] + 1) // kpool
-    if seats[i] < 0 or seen <= keep:
-        return
-    held = _held(seen, a_page, start, step)
-
-    # --- the bin of the P-th
+    each = counts.shape[0] // PICKERS
     total = types.int32(0)
-    for at in range(16 * thread, 16 * thread + 16):
-        total += bins[batch, at]
+    for at in range(each * thread, each * thread + each):
+        total += counts[at]
     upto = total
     for distance in (1, 2, 4, 8, 16):
         other = cuda.shfl_up_sync(FULL, upto, distance)
@@ -203,140 +211,165 @@ def _collect_kernel(seats, positions, a_page, kpool, keep, group, groups, first,
             upto += other
     if lane == 31:
         sums[warp] = upto
-    if thread == 0:
-        shared[0], shared[1] = BINS - 1, 0
     cuda.syncthreads()
     for before in range(warp):
         upto += sums[before]
-    if upto >= keep and upto - total < keep:
-        at, upto = 16 * thread, upto - total + bins[batch, 16 * thread]
-        while upto < keep:
+    if upto >= want and upto - total < want:
+        at, upto = each * thread, upto - total + counts[each * thread]
+        while upto < want:
             at += 1
-            upto += bins[batch, at]
-        shared[0] = at
+            upto += counts[at]
+        found[0], found[1], found[2] = at, want - (upto - counts[at]), counts[at]
     cuda.syncthreads()
-
-    # --- places up to it
-    last = shared[0]
-    for place in range(cuda.blockIdx.y * 256 + thread, held, cuda.gridDim.y * 256):
-        if _bin(found[batch, place]) <= last:
-            at = cuda.atomic.add(shared, 1, 1)
-            if at < _LISTED:
-                listed[at] = place
-            else:
-                at = cuda.atomic.add(fill, batch, 1)
-                if at < NEAR:
-                    near[batch, at] = place
-    cuda.syncthreads()
-    count = min(shared[1], _LISTED)
-    if thread == 0:
-        shared[2] = cuda.atomic.add(fill, batch, count)
-    cuda.syncthreads()
-    for at in range(thread, count, 256):
-        if shared[2] + at < NEAR:
-            near[batch, shared[2] + at] = listed[at]
 
 
 @cuda.jit(**INLINE)
-def _entry(keys, fast, found, batch, at, a_page, start, step):
+def _entry(keys, near, found, at, a_page, start, step):
     """The order key of entry `at`: from shared memory, or from the scores where too many tie."""
-    if fast:
+    if near:
         return keys[at]
-    return order_key(found[batch, at], _place_pool(at, a_page, start, step))
+    return order_key(found[at], _place_pool(at, a_page, start, step))
 
 
-@cuda.jit(**KERNEL)
-def _pick_kernel(seats, positions, a_page, kpool, group, groups, first, found, bins, near, fill,
-                 scores, pools, counts):
-    # grid (batch), 512 threads
-    keys = cuda.shared.array(NEAR, U64)
-    best = cuda.shared.array(MOST, U64)
-    digits = cuda.shared.array(256, types.int32)
-    shared = cuda.shared.array(4, types.int32)          # digit, wanted of it, its count, picked
-    batch = cuda.blockIdx.x
-    i, thread = first + batch, cuda.threadIdx.x
-    lane, keep = thread & 31, scores.shape[1]
-    start, step = (group, groups) if group >= 0 else (0, 1)
-    seen = (positions[i] + 1) // kpool
-    if seats[i] < 0 or seen <= keep:
-        if thread == 0:
-            counts[i] = 0
-        return
-    held = _held(seen, a_page, start, step)
-    fast = fill[batch] <= NEAR
-    count = I64(fill[batch]) if fast else held
-    want = min(keep, held)
-    if fast:
-        for at in range(thread, count, 512):
-            place = near[batch, at]
-            keys[at] = order_key(found[batch, place], _place_pool(place, a_page, start, step))
-    best[thread] = U64(0xFFFFFFFFFFFFFFFF)
-    if thread == 0:
-        shared[3] = 0
-
-    # --- the P-th key, eight bits a pass, until a whole digit is wanted
-    prefix, mask, left = U64(0), U64(0), want
-    shift = 56
-    while held > keep and shift >= 0:
-        if thread < 256:
-            digits[thread] = 0
-        cuda.syncthreads()
-        for at in range(thread, count, 512):
-            key = _entry(keys, fast, found, batch, at, a_page, start, step)
-            if key & mask == prefix:
-                cuda.atomic.add(digits, I64((key >> U64(shift)) & U64(255)), 1)
-        cuda.syncthreads()
-        if thread < 32:
-            total = types.int32(0)
-            for digit in range(8 * lane, 8 * lane + 8):
-                total += digits[digit]
-            upto = total
-            for distance in (1, 2, 4, 8, 16):
-                other = cuda.shfl_up_sync(FULL, upto, distance)
-                if lane >= distance:
-                    upto += other
-            if upto >= left and upto - total < left:
-                digit, upto = 8 * lane, upto - total + digits[8 * lane]
-                while upto < left:
-                    digit += 1
-                    upto += digits[digit]
-                shared[0], shared[1] = digit, left - (upto - digits[digit])
-                shared[2] = digits[digit]
-        cuda.syncthreads()
-        prefix |= U64(shared[0]) << U64(shift)
-        mask |= U64(255) << U64(shift)
-        left = I64(shared[1])
-        if shared[1] == shared[2]:
-            break
-        shift -= 8
-    cuda.syncthreads()
-
-    # --- all up to it, sorted
-    for at in range(thread, count, 512):
-        key = _entry(keys, fast, found, batch, at, a_page, start, step)
-        if key & mask <= prefix:
-            best[cuda.atomic.add(shared, 3, 1)] = key
-    cuda.syncthreads()
+@cuda.jit(**INLINE)
+def _sorted(mine, shared):
+    """The 512 keys of the threads, ascending over them; shared: twice as many."""
+    thread = cuda.threadIdx.x
+    half = 0
     size = 2
     while size <= MOST:
         distance = size >> 1
         while distance:
-            other = thread ^ distance
-            if other > thread:
-                a, b = best[thread], best[other]
-                if (a > b) == (thread & size == 0):
-                    best[thread], best[other] = b, a
-            cuda.syncthreads()
+            if distance >= 32:
+                shared[half + thread] = mine
+                cuda.syncthreads()
+                other = shared[half + (thread ^ distance)]
+                half ^= MOST
+            else:
+                other = U64(cuda.shfl_xor_sync(FULL, I64(mine), distance))
+            if (thread & distance == 0) == (thread & size == 0):
+                mine = min(mine, other)
+            else:
+                mine = max(mine, other)
             distance >>= 1
         size <<= 1
-    if thread < want:
-        scores[i, thread] = order_score(best[thread])
-        pools[i, thread] = types.int32(U32(best[thread] & U64(0xFFFFFFFF)))
+    return mine
+
+
+@cuda.jit(**_TIGHT)
+def _select_kernel(seats, positions, a_page, kpool, group, groups, first, found, bins, near, fill,
+                   scores, pools, counts):
+    # grid (batch, parts), 512 threads; the last block of a row selects
+    keys = cuda.shared.array(NEAR, U64)
+    best = cuda.shared.array(MOST, U64)
+    digits = cuda.shared.array(DIGITS, types.int32)
+    listed = cuda.shared.array(_LISTED, types.int32)
+    sums = cuda.shared.array(16, types.int32)
+    shared = cuda.shared.array(8, types.int32)          # digit, place, count, listed, room, picked
+    batch = cuda.blockIdx.x
+    i, thread = first + batch, cuda.threadIdx.x
+    keep = scores.shape[1]
+    start, step = (group, groups) if group >= 0 else (0, 1)
+    seen = (positions[i] + 1) // kpool
+    if seats[i] < 0 or seen <= keep:
+        if thread == 0 and cuda.blockIdx.y == 0:
+            counts[i] = 0
+        return
+    held = _held(seen, a_page, start, step)
+    want = min(keep, held)
+    prefix, mask, shift = U64(0), U64(0), 64 - DIGIT
+    count, fast = held, True
     if thread == 0:
-        counts[i] = want
-        fill[batch] = 0
-    for at in range(thread, BINS, 512):
-        bins[batch, at] = 0
+        shared[3], shared[5] = 0, 0
+
+    if held <= NEAR:
+        # --- few: all of them
+        if cuda.blockIdx.y:
+            return
+        for place in range(thread, held, PICKERS):
+            keys[place] = order_key(found[batch, place], _place_pool(place, a_page, start, step))
+    else:
+        # --- the bin of the P-th, and the places up to it, gathered by all blocks
+        _digit_of(bins[batch], keep, sums, shared)
+        last = shared[0]
+        left = shared[1]
+        stride = cuda.gridDim.y * PICKERS
+        for place in range(cuda.blockIdx.y * PICKERS + thread, held, stride):
+            if _bin(found[batch, place]) <= last:
+                at = cuda.atomic.add(shared, 3, 1)
+                if at < _LISTED:
+                    listed[at] = place
+                else:
+                    at = cuda.atomic.add(fill, (batch, 0), 1)
+                    if at < NEAR:
+                        near[batch, at] = place
+        cuda.syncthreads()
+        mine = min(shared[3], _LISTED)
+        if thread == 0:
+            shared[4] = cuda.atomic.add(fill, (batch, 0), mine)
+        cuda.syncthreads()
+        for at in range(thread, mine, PICKERS):
+            if shared[4] + at < NEAR:
+                near[batch, shared[4] + at] = listed[at]
+        cuda.threadfence()
+        cuda.syncthreads()
+        if thread == 0:
+            shared[6] = cuda.atomic.add(fill, (batch, 1), 1)
+        cuda.syncthreads()
+        if shared[6] < cuda.gridDim.y - 1:
+            return
+        cuda.threadfence()
+        count = I64(cuda.atomic.add(fill, (batch, 0), 0))
+        fast = count <= NEAR
+        if fast:
+            for at in range(thread, count, PICKERS):
+                place = near[batch, at]
+                keys[at] = order_key(found[batch, place], _place_pool(place, a_page, start, step))
+        else:
+            count = held
+        prefix, mask, shift = U64(last) << U64(52), U64(BINS - 1) << U64(52), 52 - DIGIT
+        want = left
+    best[thread] = U64(0xFFFFFFFFFFFFFFFF)
+
+    # --- the P-th key, DIGIT bits a pass, until a whole digit is wanted
+    while held > keep and shift > -DIGIT:
+        low = max(shift, 0)
+        for at in range(thread, DIGITS, PICKERS):
+            digits[at] = 0
+        cuda.syncthreads()
+        for at in range(thread, count, PICKERS):
+            key = _entry(keys, fast, found[batch], at, a_page, start, step)
+            if key & mask == prefix:
+                cuda.atomic.add(digits, I64((key >> U64(low)) & U64(DIGITS - 1)), 1)
+        cuda.syncthreads()
+        _digit_of(digits, want, sums, shared)
+        prefix |= U64(shared[0]) << U64(low)
+        mask |= U64(DIGITS - 1) << U64(low)
+        want = I64(shared[1])
+        if shared[1] == shared[2]:
+            break
+        shift -= DIGIT
+    cuda.syncthreads()
+
+    # --- all up to it, sorted
+    for at in range(thread, count, PICKERS):
+        key = _entry(keys, fast, found[batch], at, a_page, start, step)
+        if key & mask <= prefix:
+            best[cuda.atomic.add(shared, 5, 1)] = key
+    cuda.syncthreads()
+    mine = best[thread]
+    cuda.syncthreads()
+    key = _sorted(mine, keys)
+    if thread < min(keep, held):
+        scores[i, thread] = order_score(key)
+        pools[i, thread] = types.int32(U32(key & U64(0xFFFFFFFF)))
+    if thread == 0:
+        counts[i] = min(keep, held)
+    if held > NEAR:
+        if thread < 2:
+            fill[batch, thread] = 0
+        for at in range(thread, BINS, PICKERS):
+            bins[batch, at] = 0
 
 
 def score(query, weight, seats, positions, table, keys, kpool, group, groups, found, bins, near,
@@ -350,6 +383,7 @@ def score(query, weight, seats, positions, table, keys, kpool, group, groups, fo
     keep, (batch, room) = scores.shape[1], found.shape
     assert keys.dtype == "uint16" and heads <= HEADS and width <= WIDTH and width % 8 == 0
     assert keep <= MOST and bins.shape == (batch, BINS) and near.shape == (batch, NEAR)
+    assert fill.shape == (batch, 2)
     a_page, scale = keys.shape[1], np.float32(width ** -0.5)
     for first in range(0, n, batch):
         rows = min(batch, n - first)
@@ -358,7 +392,6 @@ def score(query, weight, seats, positions, table, keys, kpool, group, groups, fo
                                                   scale, kpool, keep, group, groups, first, found,
                                                   bins, faults)
         parts = max(1, min(-(-room // 2048), BLOCKS // rows))
-        _collect_kernel[(rows, parts), 256, stream](seats, positions, a_page, kpool, keep, group,
-                                                    groups, first, found, bins, near, fill)
-        _pick_kernel[rows, MOST, stream](seats, positions, a_page, kpool, group, groups, first,
-                                         found, bins, near, fill, scores, pools, counts)
+        _select_kernel[(rows, parts), PICKERS, stream](seats, positions, a_page, kpool, group,
+                                                       groups, first, found, bins, near, fill,
+                                                       scores, pools, counts)

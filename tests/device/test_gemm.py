@@ -9,9 +9,9 @@ float32 sums, and in bytes 1 row = 32 = 100 rows, groups = one matrix at a time,
 import numpy as np
 import pytest
 
-import emulate_cuda
+import emulate_tile
 from emulate_cuda import e4m3, fma, mma
-from engine import device, gemm, gemm_experts
+from engine import device, gemm, gemm_experts, gemm_experts_many, gemm_few, gemm_ring
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not device.available(), reason="no CUDA device answers")]
 on_gpu = pytest.mark.parametrize("fp8", [pytest.param(f, marks=gpu) for f in (False, True)])
@@ -96,7 +96,7 @@ def test_few_and_many_rows_sum_in_the_documented_order(monkeypatch, fp8, n, N, K
     want = in_order(x, values, dense)
     for few in (gemm.FEW_ROWS, 0):
         with monkeypatch.context() as patch:
-            emulate_cuda.install(patch, late=n > 3)
+            emulate_tile.install(patch, late=n > 3)
             patch.setattr(gemm, "FEW_ROWS", few)
             y = np.ones((n, N), np.float32)
             gemm.gemm(x, w, y, None, scales, add=n > 3)
@@ -109,7 +109,7 @@ def test_groups_are_products_of_their_own(monkeypatch, fp8, few):
     n, G, N, K = 2, 2, 24, 144
     x = bf16(rng.standard_normal((n, G, K)))
     w, scales, values, dense = weights(rng, fp8, G, N, K)
-    emulate_cuda.install(monkeypatch)
+    emulate_tile.install(monkeypatch)
     monkeypatch.setattr(gemm, "FEW_ROWS", few)
     y = np.ones((n, G, N), np.float32)
     gemm.gemm(x, w, y, None, scales)
@@ -118,22 +118,27 @@ def test_groups_are_products_of_their_own(monkeypatch, fp8, few):
         assert y[:, g].tobytes() == want.tobytes()
 
 
-def test_a_warp_alone_and_two_tiles_a_warp(monkeypatch):
+@pytest.mark.parametrize("fp8", [False, True])
+def test_every_form_of_the_few_row_kernels(monkeypatch, fp8):
     rng = np.random.default_rng(2)
-    emulate_cuda.install(monkeypatch)
-    for fp8 in (False, True):
-        for K, forms in ((400, [(1, True), (2, False)]), (1296, [(2, True)])):
-            x = bf16(rng.standard_normal((10, K)))
-            w, scales, values, dense = weights(rng, fp8, 40, K, covered=8)
-            want = in_order(x, values, dense)
-            for mt, alone in forms:
-                y = np.zeros((10, 40), np.float32)
-                scale, shift, blocks = gemm.check(x, w, scales, 1, 40, K)
-                grid = (-(-40 // (16 * mt * (8 if alone else 1))), 1)
-                gemm.gemv_kernel(mt, 2, alone)[grid, gemm.THREADS, None](
-                    x.ravel(), w.ravel(), y.ravel() if scale is None else scale, y.ravel(), 10, 40,
-                    K, 1, shift, blocks, False)
-                assert y.tobytes() == want.tobytes(), (fp8, K, mt, alone)
+    emulate_tile.install(monkeypatch, late=fp8)
+    few, ring = gemm_few.gemv_kernel, gemm_ring.ring_kernel
+    for n, N, K, make, form in ((2, 20, 4368, few, (2, 4)), (2, 40, 1296, few, (4, 2)),
+                                (2, 40, 400, ring, (1, 1, 2, True)),
+                                (2, 17, 1296, ring, (1, 1, 2, False)),
+                                (18, 40, 272, ring, (2, 4, 1, True)),
+                                (10, 17, 1296, ring, (2, 2, 1, False))):
+        alone = form[-1] is True
+        x = bf16(rng.standard_normal((n, K)))
+        w, scales, values, dense = weights(rng, fp8, N, K, covered=8 * form[0])
+        want = in_order(x, values, dense)
+        y = np.zeros((n, N), np.float32)
+        scale, shift, blocks = gemm.check(x, w, scales, 1, N, K)
+        grid = (-(-N // (8 * form[0] * (8 if alone else 1))), 1)
+        make(*form)[grid, gemm_few.THREADS, None](
+            x.ravel(), w.ravel(), y.ravel() if scale is None else scale, y.ravel(), n, N, K, 1,
+            shift, blocks, False)
+        assert y.tobytes() == want.tobytes(), (K, form)
 
 
 @pytest.mark.parametrize("fp8, few", [(False, 32), (False, 0), (True, 32), (True, 0)])
@@ -155,7 +160,7 @@ def test_experts_in_the_documented_order(monkeypatch, fp8, few):
                 r = in_order(act[i * picks + j][None], down_values[e],
                              down_dense[e] if fp8 else None)
                 want[i] = fma(share[i, j], r[0], want[i])
-    emulate_cuda.install(monkeypatch)
+    emulate_tile.install(monkeypatch)
     monkeypatch.setattr(gemm_experts, "FEW_ROWS", few)
     got_act, y = np.zeros_like(act), np.ones((n, D), np.float32)
     space = gemm_experts.Space(np.zeros(n * picks, np.int32),
@@ -174,8 +179,8 @@ def test_visits_are_listed_by_expert_and_cut_into_tiles(monkeypatch):
     chosen[chosen == 1] = 0                     # an expert without rows, one with many
     bound = n * picks // 64 + E
     visits, tiles = np.full(n * picks, -7, np.int32), np.full((bound, 3), -7, np.int32)
-    emulate_cuda.install(monkeypatch)
-    gemm_experts._order_kernel[E, 512, None](
+    emulate_tile.install(monkeypatch)
+    gemm_experts_many._order_kernel[E, 512, None](
         chosen.ravel(), visits, tiles.ravel(), n * picks, bound)
     flat = chosen.ravel()
     want = np.concatenate([np.flatnonzero(flat == e) for e in range(E)])

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from engine.device import available, cuda
+from engine.gemm import gemm
 from engine.host import from_bf16, to_bf16
-from engine.linear import pack
-from engine.model import dense, dots, embed, hyper, kda, kda_cuda, moe, norm
+from engine.linear import linear, pack
+from engine.model import dense, embed, hyper, hyper_cuda, kda, kda_cuda, mix_cuda, moe, norm
+from engine.model.thirds import THIRDS, thirds, thirds_cuda
 
 pytestmark = [pytest.mark.gpu,
               pytest.mark.skipif(not available(), reason="no CUDA device answers")]
@@ -109,73 +111,91 @@ def test_narrow():
 
 # ---- hyper -------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("outputs, width, bf16, square", [
-    (24, 512, True, 1), (10, 128, False, 0), (37, 700, True, 0), (24, 16384, True, 1),
-    (288, 4096, True, 0), (288, 4096, False, 0)])
-def test_dots(outputs, width, bf16, square):
-    rng = np.random.default_rng(outputs)
-    x, w, n = normal(rng, 6, width), normal(rng, outputs, width) * width ** -0.5, 6
-    seats, real = padded(rng, n)
-    w = to_bf16(w) if bf16 else w
-
-    def run(rows, some):
-        partial = filled((len(rows), dots.parts(width), outputs + square), -5)
-        dots.dots_cuda(up(rows), up(w), up(some), partial, STREAM)
-        return down(partial)
-    found = run(x, seats)
-    wanted = x.astype(np.float64) @ (from_bf16(w) if bf16 else w).T.astype(np.float64)
-    if square:
-        wanted = np.concatenate([wanted, (x.astype(np.float64) ** 2).sum(1)[:, None]], axis=1)
-    close(found.sum(1)[real], wanted[real], CLOSE_SUM / 10)
-    assert (found[~real] == -5).all()
-    for i in np.flatnonzero(real):
-        assert run(x[i:i + 1], seats[i:i + 1]).tobytes() == found[i].tobytes()
+def test_thirds():
+    matrix = normal(np.random.default_rng(2), 5, 24) * 10.0 ** np.arange(-12, 12)
+    matrix = matrix.astype(np.float32)
+    out = filled((15, 24), 0, np.uint16)
+    thirds_cuda(up(matrix), out, STREAM)
+    assert (down(out) == thirds(matrix)).all()
+    parts = from_bf16(down(out)).reshape(THIRDS, 5, 24).astype(np.float64)
+    assert (parts.sum(0) == matrix).all()
 
 
-def site(rng, n, width):
-    """Random streams and a site's weights: (streams, fn, base, scale, norm weight)."""
-    return (normal(rng, n, 4, width) * 3, to_bf16(normal(rng, 24, 4 * width) * width ** -0.5),
-            normal(rng, 24), np.abs(normal(rng, 3)) + 0.1, 1 + normal(rng, width) / 10)
+class Site:
+    """Random streams, a site's weights and the parts of its result of three ranks."""
+
+    def __init__(self, n, width, exact):
+        rng = np.random.default_rng(width + exact)
+        self.streams, self.y = normal(rng, n, 4, width) * 3, normal(rng, 3, n, width)
+        fn = normal(rng, 24, 4 * width) * np.float32(width ** -0.5)
+        self.fn = fn if exact else to_bf16(fn)
+        self.held = up(thirds(fn) if exact else self.fn)
+        self.base, self.scale = normal(rng, 24), np.abs(normal(rng, 3)) + np.float32(0.1)
+        self.weight = 1 + normal(rng, width) / 10
+        self.seats, self.real = padded(rng, n)
+
+    def run(self, rows, kept=THIRDS, beside=STREAM):
+        """(x, post, comb, streams and sums after the site) of some rows, a row first."""
+        y, seats = up(self.y[:, rows]), up(self.seats[rows])
+        streams = up(self.streams[rows])
+        n, _, width = streams.shape
+        sums = filled((n, hyper_cuda.parts(width), hyper_cuda.SUMS))
+        x, post, comb = filled((kept, n, width), 0, np.uint16), filled((n, 4)), filled((n, 4, 4))
+        hyper_cuda.hyper_first_cuda(streams, post, comb, self.held, seats, sums, STREAM)
+        mix_cuda.hyper_in_cuda(streams, sums, up(self.base), up(self.scale), SHAPE,
+                               up(self.weight), seats, x, post, comb, STREAM, beside)
+        cuda.synchronize()
+        last = up(self.streams[rows])
+        hyper_cuda.hyper_out_cuda(last, y, post, comb, None, seats, None, STREAM)
+        hyper_cuda.hyper_out_cuda(streams, y, post, comb, self.held, seats, sums, STREAM)
+        assert down(streams).tobytes() == down(last).tobytes()
+        return [down(x).swapaxes(0, 1)] + [down(a) for a in (post, comb, streams, sums)]
 
 
-def run_hyper_in(streams, fn, base, scale, weight, seats):
-    n, _, width = streams.shape
-    partial = filled((n, dots.parts(4 * width), 25))
-    made = (filled((n, width), 0, np.uint16), filled((n, width)), filled((n, 4)),
-            filled((n, 4, 4)))
-    hyper.hyper_in_cuda(up(streams), up(fn), up(base), up(scale), SHAPE, up(weight), up(seats),
-                        partial, *made, STREAM)
-    return [down(a) for a in made]
-
-
-@pytest.mark.parametrize("width", [128, 256, 4096])
-def test_hyper(width):
-    rng = np.random.default_rng(width)
-    n = 6
-    streams, fn, base, scale, weight = site(rng, n, width)
-    seats, real = padded(rng, n)
-    bf16, wide, post, comb = found = run_hyper_in(streams, fn, base, scale, weight, seats)
-    x, host_post, host_comb = hyper.hyper_in(
-        streams, SimpleNamespace(fn=pack([fn]), base=base, scale=scale), SHAPE)
-    close(wide[real], norm.rms_norm(x, weight, SHAPE.eps)[real], CLOSE_SUM)
-    close(post[real], host_post[real], CLOSE_SUM)
-    close(comb[real], host_comb[real], CLOSE_SUM)
-    assert (bf16 == to_bf16(wide)).all() and not wide[~real].any() and not comb[~real].any()
-    for i in np.flatnonzero(real)[:3]:
-        alone = run_hyper_in(streams[i:i + 1], fn, base, scale, weight, seats[i:i + 1])
-        assert all(a.tobytes() == b[i].tobytes() for a, b in zip(alone, found))
-    # ---- the way out: three ranks' parts
-    y = normal(rng, 3, n, width)
-    out = up(streams)
-    hyper.hyper_out_cuda(out, up(y), up(post), up(comb), up(seats), STREAM)
-    after, wanted = down(out), streams.copy()
-    hyper.hyper_out(wanted, (y[0] + y[1]) + y[2], post, comb)
+@pytest.mark.parametrize("width, exact", [(128, False), (256, True), (80, False), (4096, False)])
+def test_hyper(width, exact):
+    made = Site(6, width, exact)
+    real = made.real
+    x, post, comb, after, sums = found = made.run(slice(None))
+    host_x, host_post, host_comb = hyper.hyper_in(
+        made.streams, SimpleNamespace(fn=pack([made.fn]), base=made.base, scale=made.scale), SHAPE)
+    wide = from_bf16(x).astype(np.float64).sum(1)
+    close(wide[real], norm.rms_norm(host_x, made.weight, SHAPE.eps)[real], CLOSE_SUM / 5)
+    close(post[real], host_post[real], CLOSE_SUM / 5)
+    close(comb[real], host_comb[real], CLOSE_SUM / 5)
+    assert (x[:, 0] == to_bf16(wide.astype(np.float32))).all()
+    assert (made.run(slice(None), 1)[0][:, 0] == x[:, 0]).all()
+    again = made.run(slice(None), beside=cuda.stream())
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(again, found))
+    wanted = made.streams.copy()
+    hyper.hyper_out(wanted, (made.y[0] + made.y[1]) + made.y[2], post, comb)
     close(after[real], wanted[real], CLOSE * 5)
-    assert (after[~real] == streams[~real]).all()
-    ends = filled((3, width), 7)
-    hyper.hyper_end_cuda(up(streams), up(np.int32([4, -1, 0])), ends, STREAM)
-    ends = down(ends)
-    assert (ends[[0, 2]] == hyper.hyper_end(streams)[[4, 0]]).all() and (ends[1] == 7).all()
+    # ---- the sums that the next site starts from
+    flat, fn = after.reshape(6, -1).astype(np.float64), made.fn if exact else from_bf16(made.fn)
+    close(sums.sum(1)[real, :24], (flat @ fn.T.astype(np.float64))[real], CLOSE_SUM / 5)
+    products = np.einsum("njd,nkd->njk", *[after.astype(np.float64)] * 2)
+    upper = np.triu_indices(4)
+    close(sums.sum(1)[real, 24:], products[:, upper[0], upper[1]][real], CLOSE_SUM / 5)
+    assert (after[~real] == made.streams[~real]).all()
+    assert not x[~real].any() and not comb[~real].any() and not sums[~real].any()
+
+
+@pytest.mark.parametrize("width", [128, 4096])
+def test_a_row_alone_and_among_many_goes_through_a_site_alike(width):
+    made = Site(205, width, False)
+    many = made.run(slice(None))
+    for rows in (slice(0, 1), slice(200, 201), slice(40, 73)):
+        assert all(a.tobytes() == b[rows].tobytes() for a, b in zip(made.run(rows), many))
+
+
+def test_hyper_end():
+    rng = np.random.default_rng(3)
+    streams, weight = normal(rng, 5, 4, 4096), 1 + normal(rng, 4096) / 10
+    x = filled((3, 4096), 7, np.uint16)
+    mix_cuda.hyper_end_cuda(up(streams), up(np.int32([4, -1, 0])), up(weight), 1e-5, x, STREAM)
+    found, wanted = down(x), norm.rms_norm(hyper.hyper_end(streams), weight, 1e-5)
+    close(from_bf16(found[[0, 2]]), wanted[[4, 0]], CLOSE_BF16)
+    assert (found[1] == 7).all()
 
 
 # ---- dense, moe --------------------------------------------------------------------------------
@@ -192,32 +212,39 @@ def test_swiglu(columns, picks):
     assert not found[real, columns:].any() and (found[~real] == 9).all()
 
 
-@pytest.mark.parametrize("experts, picks, width, ties", [
-    (10, 3, 128, False), (12, 4, 256, True), (288, 8, 4096, False), (288, 8, 128, True)])
-def test_route(experts, picks, width, ties):
-    rng = np.random.default_rng(experts + ties)
-    x, gate, bias = normal(rng, 5, width), normal(rng, experts, width), normal(rng, experts) / 10
+@pytest.mark.parametrize("experts, picks, width, ties, exact", [
+    (10, 3, 128, False, False), (12, 4, 256, True, False), (288, 8, 4096, False, False),
+    (288, 8, 4096, False, True), (288, 8, 128, True, False)])
+def test_route(experts, picks, width, ties, exact):
+    rng, n = np.random.default_rng(experts + ties), 70
+    x, gate, bias = normal(rng, n, width), normal(rng, experts, width), normal(rng, experts) / 10
     gate *= np.float32(width ** -0.5)
     if ties:
         gate, bias = gate * 0, np.where(rng.random(experts) < 0.5, np.float32(0.5), np.float32(0))
     x[4, 3] = np.nan
-    seats, gate = np.int32([0, 1, -1, 2, 3]), to_bf16(gate)
+    seats = np.arange(n, dtype=np.int32)
+    seats[2] = -1
+    router = up(thirds(gate) if exact else to_bf16(gate))
+    gate, rows = gate if exact else to_bf16(gate), thirds(x).reshape(THIRDS, n, width)
 
-    def run(rows, some):
-        n = len(rows)
-        chosen, weights = filled((n, picks), -9, np.int32), filled((n, picks), -9)
-        moe.route_cuda(up(rows), up(gate), up(bias), 2.5, up(some),
-                       filled((n, dots.parts(width), experts)), chosen, weights, STREAM)
+    def run(a, b):
+        chosen, weights = filled((b - a, picks), -9, np.int32), filled((b - a, picks), -9)
+        logits = filled((THIRDS, b - a, router.shape[0]))
+        flat = up(rows[:, a:b].reshape(THIRDS * (b - a), width))
+        gemm(flat, router, logits.reshape(THIRDS * (b - a), router.shape[0]), STREAM)
+        moe.choose_cuda(logits, up(bias), 2.5, up(seats[a:b]), chosen, weights, STREAM)
         return down(chosen), down(weights)
-    chosen, weights = run(x, seats)
+    chosen, weights = run(0, n)
     wanted, wanted_weights = moe.route(x, SimpleNamespace(router=pack([gate]), bias=bias),
                                        SimpleNamespace(experts_per_token=picks, routed_scaling=2.5))
-    for i in (0, 1, 3, 4):
-        assert (chosen[i] == wanted[i]).all()
-    close(weights[[0, 1, 3]], wanted_weights[[0, 1, 3]], CLOSE_SUM)
+    real = np.delete(np.arange(n), [2, 4])
+    assert (chosen[real] == wanted[real]).all() and (chosen[4] == wanted[4]).all()
+    close(weights[real], wanted_weights[real], CLOSE_SUM)
     assert np.isnan(weights[4]).all() and (chosen[2] == -1).all() and (weights[2] == 0).all()
-    alone = run(x[3:4], seats[3:4])
-    assert alone[0].tobytes() == chosen[3].tobytes() and alone[1].tobytes() == weights[3].tobytes()
+    for a, b in ((3, 4), (0, 8), (60, 70)):
+        alone = run(a, b)
+        assert alone[0].tobytes() == chosen[a:b].tobytes()
+        assert alone[1].tobytes() == weights[a:b].tobytes()
 
 
 # ---- kda ---------------------------------------------------------------------------------------
@@ -230,25 +257,25 @@ class Kda:
         n, wide = len(seats), heads * dim
         self.heads, self.dim, self.seats = heads, dim, np.int32(seats)
         self.rows = normal(rng, n, 3 * wide + 2 * dim + heads)
-        self.forget, self.gate = normal(rng, n, wide), normal(rng, n, wide)
+        self.f_b, self.g_b = (to_bf16(normal(rng, wide, dim) * dim ** -0.5) for _ in range(2))
         self.taps, self.decay = normal(rng, 3 * wide, taps) * 0.5, np.exp(normal(rng, heads))
         self.dt_bias, self.o_norm = normal(rng, wide), 1 + normal(rng, dim) / 10
         self.state = normal(rng, 4, heads, dim, dim) * 0.3
         self.history = normal(rng, 4, taps - 1, 3 * wide)
+        self.w = SimpleNamespace(
+            f_b=SimpleNamespace(w=up(self.f_b)), g_b=SimpleNamespace(w=up(self.g_b)),
+            conv=up(self.taps), decay=up(self.decay), dt_bias=up(self.dt_bias),
+            o_norm=up(self.o_norm))
 
     def device(self, cuts):
         """(out, state, history) after calls with the rows cut at `cuts`."""
         state, history = up(self.state), up(self.history)
-        wide, fixed = self.heads * self.dim, [up(a) for a in (self.taps, self.decay, self.dt_bias)]
-        outs = []
+        wide, outs = self.heads * self.dim, []
         for a, b in zip([0, *cuts], [*cuts, len(self.seats)]):
-            n, rows, seats = b - a, up(self.rows[a:b]), up(self.seats[a:b])
-            qkv, keep, beta = filled((n, 3 * wide)), filled((n, wide)), filled((n, self.heads))
-            o, out = filled((n, wide)), filled((n, wide), 0, np.uint16)
-            kda_cuda.prepare_cuda(rows, up(self.forget[a:b]), *fixed, -5.0, history, seats, qkv,
-                                  keep, beta, STREAM)
-            kda_cuda.recur_cuda(rows, qkv, keep, beta, seats, state, history, o, STREAM)
-            kda_cuda.finish_cuda(o, up(self.gate[a:b]), up(self.o_norm), 1e-5, seats, out, STREAM)
+            factors, o = filled((b - a, self.heads, 4 * self.dim + 4)), filled((b - a, wide))
+            out = filled((b - a, wide), 0, np.uint16)
+            kda_cuda.kda_cuda(up(self.rows[a:b]), self.w, -5.0, 1e-5, up(self.seats[a:b]), state,
+                              history, factors, o, out, STREAM)
             outs.append(down(out))
         return np.concatenate(outs), down(state), down(history)
 
@@ -261,25 +288,37 @@ class Kda:
         qkv = np.empty((len(real), 3 * wide), np.float32)
         out = np.empty((len(real), wide), np.float32)
         kda.conv_host(rows, self.taps, seats, history, qkv)
-        kda.recur_host(rows, qkv, np.ascontiguousarray(self.forget[real]),
-                       np.ascontiguousarray(self.gate[real]), self.decay, self.dt_bias,
+        low = from_bf16(to_bf16(rows[:, 3 * wide:3 * wide + 2 * self.dim]))
+        forget, gate = (linear(np.ascontiguousarray(low[:, at:at + self.dim]), pack([matrix]))
+                        for at, matrix in ((0, self.f_b), (self.dim, self.g_b)))
+        kda.recur_host(rows, qkv, forget, gate, self.decay, self.dt_bias,
                        np.float32(-5), self.o_norm, np.float32(1e-5), seats, state, out)
         return real, out, state, history
 
 
 @pytest.mark.parametrize("heads, dim", [(7, 32), (1, 64), (3, 128)])
-def test_kda(heads, dim):
-    made = Kda(heads, dim, [2] * 9 + [0] * 2 + [3] + [-1] * 2)
+def test_kda(heads, dim, monkeypatch):
+    made = Kda(heads, dim, [2] * 9 + [0] * 2 + [3] + [-1] * 2 + [1] * 20)
     out, state, history = made.device([])
     real, host_out, host_state, host_history = made.host()
     close(from_bf16(out[real]), host_out, CLOSE_BF16)
     close(state, host_state, CLOSE_SUM / 10)
     assert history.tobytes() == host_history.tobytes()
-    assert state[1].tobytes() == made.state[1].tobytes()
     assert not out[made.seats < 0].any()
-    for cuts in ([1, 2, 3], [4], [9, 11], [5, 10, 12]):
-        again = made.device(cuts)
-        assert all(a.tobytes() == b.tobytes() for a, b in zip(again, (out, state, history))), cuts
+    for few in (0, 3, 40):              # rows of the one launch, against those of the three
+        monkeypatch.setattr(kda_cuda, "FEW", few)
+        for cuts in ([], [1, 2, 3], [4], [9, 11], [5, 10, 12, 20, 33]):
+            again = made.device(cuts)
+            assert all(a.tobytes() == b.tobytes()
+                       for a, b in zip(again, (out, state, history))), (few, cuts)
+
+
+def test_kda_leaves_other_seats_alone():
+    made = Kda(2, 32, [2] * 40)
+    state, history = made.device([35])[1:]
+    for seat in (0, 1, 3):
+        assert state[seat].tobytes() == made.state[seat].tobytes()
+        assert history[seat].tobytes() == made.history[seat].tobytes()
 
 
 def test_kda_long():
@@ -296,13 +335,13 @@ def test_kda_long():
 def test_no_heads_and_no_rows_launch_nothing():
     nothing, seats = filled((2, 0)), up(np.int32([0, 1]))
     state, history = filled((4, 0, 32, 32)), filled((4, 3, 0))
-    kda_cuda.prepare_cuda(filled((2, 64)), nothing, filled((0, 4)), filled(0), filled(0), -5.0,
-                          history, seats, nothing, nothing, nothing, STREAM)
-    kda_cuda.recur_cuda(filled((2, 64)), nothing, nothing, nothing, seats, state, history, nothing,
-                        STREAM)
-    kda_cuda.finish_cuda(nothing, nothing, filled(32), 1e-5, seats, nothing, STREAM)
+    empty = SimpleNamespace(w=filled((0, 32), 0, np.uint16))
+    w = SimpleNamespace(f_b=empty, g_b=empty, conv=filled((0, 4)), decay=filled(0),
+                        dt_bias=filled(0), o_norm=filled(32))
+    kda_cuda.kda_cuda(filled((2, 64)), w, -5.0, 1e-5, seats, state, history, filled((2, 0, 132)),
+                      nothing, filled((2, 0), 0, np.uint16), STREAM)
     none, seats = filled((0, 128)), filled(0, 0, np.int32)
     norm.rms_norm_cuda(none, 0, filled(128), 1e-5, seats, none, 0, STREAM)
-    hyper.hyper_out_cuda(filled((0, 4, 128)), filled((1, 0, 128)), filled((0, 4)),
-                         filled((0, 4, 4)), seats, STREAM)
+    hyper_cuda.hyper_out_cuda(filled((0, 4, 128)), filled((1, 0, 128)), filled((0, 4)),
+                              filled((0, 4, 4)), None, seats, None, STREAM)
     cuda.synchronize()

@@ -9,7 +9,7 @@ import importlib.util
 import pytest
 from numba import types
 
-from engine import gemm, gemm_experts
+from engine import gemm_experts, gemm_experts_many, gemm_few, gemm_ring, gemm_tile
 from engine.device import cuda
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("numba_cuda") is None,
@@ -28,15 +28,17 @@ def kernels(w):
     """name -> (kernel, argument types) with weights of dtype w."""
     W = flat(w)
     product = (X, W, F, F) + (INT,) * 6 + (BOOL,)
-    table = {f"gemv {mt} {nt} {alone}": (gemm.gemv_kernel(mt, nt, alone), product)
-             for mt, nt, alone in ((1, 1, False), (2, 2, True), (1, 4, False))}
-    return {**table, "gemm": (gemm._gemm_kernel, product),
+    table = {f"few {form}": (gemm_few.gemv_kernel(*form), product) for form in ((2, 4), (4, 2))}
+    table |= {f"ring {form}": (gemm_ring.ring_kernel(*form), product)
+              for form in ((1, 1, 2, True), (2, 2, 1, True), (2, 4, 1, False))}
+    return {**table, "gemm": (gemm_tile.gemm_kernel(gemm_tile.FORMS[w == types.uint8]), product),
             "few up": (gemm_experts._few_up_kernel,
                        (X, C, W, F, X) + (INT,) * 6 + (types.float32,)),
             "few down": (gemm_experts._few_down_kernel, (X, C, F, W, F, F) + (INT,) * 5),
-            "many up": (gemm_experts._many_up_kernel,
+            "many up": (gemm_experts_many.up_kernel(),
                         (X, C, C, W, F, X) + (INT,) * 5 + (types.float32,)),
-            "many down": (gemm_experts._many_down_kernel, (X, C, C, W, F, F) + (INT,) * 4)}
+            "many down": (gemm_experts_many.down_kernel(),
+                          (X, C, C, W, F, F) + (INT,) * 4)}
 
 
 def compile_ptx(kernel, signature, target):
@@ -51,7 +53,7 @@ def test_products(name, w, target):
     assert f".target sm_{target[0]}{target[1]}" in text
     assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in text
     assert "call" not in text and ".local" not in text      # all inlined, all in registers
-    tiled = "gemm" in name or "many" in name
+    tiled = name.split()[0] in ("gemm", "many", "ring")
     assert ("cp.async.cg.shared.global" in text) == tiled
     assert ("ld.global.nc.L1::no_allocate.L2::256B.v4.u32" in text) != tiled
     assert ("mul.rn.bf16x2" in text) == (w == types.uint8)
@@ -59,7 +61,7 @@ def test_products(name, w, target):
 
 @pytest.mark.parametrize("target", [(9, 0), (12, 1)])
 def test_order_and_combine(target):
-    text = compile_ptx(gemm_experts._order_kernel, (C, C, C, INT, INT), target)
+    text = compile_ptx(gemm_experts_many._order_kernel, (C, C, C, INT, INT), target)
     assert "vote.sync.ballot" in text or "vote.ballot" in text
-    text = compile_ptx(gemm_experts._combine_kernel, (F, C, F, F, INT, INT), target)
+    text = compile_ptx(gemm_experts_many._combine_kernel, (F, C, F, F, INT, INT), target)
     assert "fma.rn.f32" in text and "call" not in text

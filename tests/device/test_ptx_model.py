@@ -14,7 +14,8 @@ pytest.importorskip("numba_cuda", reason="PTX is compiled by numba-cuda: pip ins
 from numba import float32, int32, int64, types, uint16, uint32  # noqa: E402
 
 from engine.device import cuda  # noqa: E402
-from engine.model import dense, dots, embed, hyper, kda_cuda, moe, norm  # noqa: E402
+from engine.model import (dense, embed, hyper_cuda, kda_chunk_cuda, kda_cuda,  # noqa: E402
+                          mix_cuda, moe, norm, thirds)
 
 
 def flat(kind, dims):
@@ -24,28 +25,39 @@ def flat(kind, dims):
 F1, F2, F3, F4 = (flat(float32, d) for d in (1, 2, 3, 4))
 H2, W2, I1, I2 = flat(uint16, 2), flat(uint32, 2), flat(int32, 1), flat(int32, 2)
 
+H1, H3 = flat(uint16, 1), flat(uint16, 3)
+NORM = F2, int64, F1, F1, float32, I1
+TURN = F3, F3, F2, F3, H2, I1, int64, F3
+IN = F3, F3, F1, F1, float32, float32, int64, F1, I1, H3, F2, F3, int64, int64
+
 KERNELS = {
-    "dots bf16": (dots.dots_kernel(True), (F2, W2, I1, int64, F3)),
-    "dots float32": (dots.dots_kernel(False), (F2, F2, I1, int64, F3)),
-    "rms bf16": (norm.rms_norm_kernel(True), (F2, int64, F1, float32, I1, H2, int64)),
-    "rms float32": (norm.rms_norm_kernel(False), (F2, int64, F1, float32, I1, F2, int64)),
-    "layer norm bf16": (norm.layer_norm_kernel(True), (F2, int64, F1, F1, float32, I1, H2, int64)),
-    "layer norm float32": (norm.layer_norm_kernel(False),
-                           (F2, int64, F1, F1, float32, I1, F2, int64)),
+    "thirds": (thirds._thirds_kernel, (F1, H1)),
+    "rms bf16": (norm.norm_kernel(False, 16, True), NORM + (H2, int64)),
+    "rms float32": (norm.norm_kernel(False, 2, False), NORM + (F2, int64)),
+    "layer norm bf16": (norm.norm_kernel(True, 1, True), NORM + (H2, int64)),
+    "layer norm float32": (norm.norm_kernel(True, 2, False), NORM + (F2, int64)),
     "narrow": (norm._narrow_kernel, (F2, int64, I1, H2)),
-    "embed bf16": (embed._embed_kernel, (H2, I1, I1, F3)),
-    "embed float32": (embed._embed_kernel, (F2, I1, I1, F3)),
+    "embed bf16": (embed.embed_kernel(True), (H2, I1, I1, F3)),
+    "embed float32": (embed.embed_kernel(False), (F2, I1, I1, F3)),
     "swiglu": (dense._swiglu_kernel, (F2, float32, int64, I1, H2)),
-    "choose": (moe._choose_kernel, (F3, F1, float32, I1, I2, F2)),
-    "hyper_in": (hyper.hyper_in_kernel(4), (F3, F3, F1, F1, float32, float32, int64, F1, I1, H2, F2,
-                                            F2, F3)),
-    "hyper_out": (hyper.hyper_out_kernel(4), (F3, F3, F2, F3, I1)),
-    "hyper_end": (hyper._hyper_end_kernel, (F3, I1, F2)),
-    "kda prepare": (kda_cuda._prepare_kernel,
-                    (F2, F2, F2, F1, F1, float32, F3, I1, F2, F2, F2)),
-    "kda recur 128": (kda_cuda.recur_kernel(128), (F2, F2, F2, F2, I1, F4, F3, F2)),
-    "kda recur 32": (kda_cuda.recur_kernel(32), (F2, F2, F2, F2, I1, F4, F3, F2)),
-    "kda finish": (kda_cuda._finish_kernel, (F2, F2, F1, float32, I1, H2)),
+    "choose": (moe.choose_kernel(9, 8, 1), (F3, F1, float32, I1, I2, F2)),
+    "choose, thirds": (moe.choose_kernel(9, 8, 3), (F3, F1, float32, I1, I2, F2)),
+    "hyper_first": (hyper_cuda.turn_kernel(False, 1), TURN),
+    "hyper_out": (hyper_cuda.turn_kernel(True, 1), TURN),
+    "hyper_out, thirds": (hyper_cuda.turn_kernel(True, 3), TURN),
+    "hyper_in": (mix_cuda.in_kernel(1), IN),
+    "hyper_in, thirds": (mix_cuda.in_kernel(3), IN),
+    "hyper_out, last": (hyper_cuda._out_kernel, (F3, F3, F2, F3, I1)),
+    "hyper_end": (mix_cuda._end_kernel, (F3, I1, F1, float32, H2)),
+    "kda few 128": (kda_cuda.few_kernel(128, 4), (F2, H2, H2, F2, F1, F1, F1, float32, float32, I1,
+                                                  F4, F3, H2)),
+    "kda few 32": (kda_cuda.few_kernel(32, 4), (F2, H2, H2, F2, F1, F1, F1, float32, float32, I1,
+                                                F4, F3, H2)),
+    "kda prepare": (kda_chunk_cuda.prepare_kernel(128, 4),
+                    (F2, H2, F2, F1, F1, float32, F3, I1, F1)),
+    "kda recur 128": (kda_chunk_cuda.recur_kernel(128), (F2, F1, I1, F4, F3, F1)),
+    "kda recur 32": (kda_chunk_cuda.recur_kernel(32), (F2, F1, I1, F4, F3, F1)),
+    "kda finish": (kda_chunk_cuda.finish_kernel(128), (F2, H2, F2, F1, float32, I1, H2)),
 }
 
 
@@ -64,7 +76,8 @@ def test_compiles(name, cc):
     assert not re.search(r"\b(ld|st)\.local", body)
 
 
-def test_state_moves_in_16_bytes():
-    text = ptx("kda recur 128", (12, 1))
+@pytest.mark.parametrize("name", ["kda few 128", "kda recur 128"])
+def test_state_moves_in_16_bytes(name):
+    text = ptx(name, (12, 1))
     assert len(re.findall(r"ld\.global\.v4\.u32", text)) == 8
     assert len(re.findall(r"st\.global\.v4\.u32", text)) == 8

@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="PTX is compiled by numba-cuda: pip install .[cuda]")
 
-from numba import boolean, float32, int32, int64, types, uint16  # noqa: E402
+from numba import boolean, float32, int32, int64, types, uint16, uint32, uint64  # noqa: E402
 
 from engine.device import cuda  # noqa: E402
-from engine import transport  # noqa: E402
+from engine import device_history, transport  # noqa: E402
 from engine.stages import attend_cuda, insert, merge, project, score_cuda  # noqa: E402
 
 
@@ -23,25 +23,29 @@ def flat(kind, dims):
     return types.Array(kind, dims, "C")
 
 
-F2, F3, F4 = (flat(float32, d) for d in (2, 3, 4))
+F1, F2, F3, F4 = (flat(float32, d) for d in (1, 2, 3, 4))
 I1, I2, I3, H3 = flat(int32, 1), flat(int32, 2), flat(int32, 3), flat(uint16, 3)
 
 KERNELS = {
     "insert": (insert._insert_kernel, (F2, F2, F2, F2, I1, I1, I2, H3, H3, F3, F3)),
     "score": (score_cuda._score_kernel, (F3, F2, I1, I1, I2, H3, float32, int64, int64, int64,
                                          int64, int64, F2, I2, I1)),
-    "collect": (score_cuda._collect_kernel, (I1, I1, int64, int64, int64, int64, int64, int64, F2,
-                                             I2, I2, I1)),
-    "pick": (score_cuda._pick_kernel, (I1, I1, int64, int64, int64, int64, int64, F2, I2, I2, I1,
-                                       F2, I2, I1)),
-    "merge": (merge._merge_kernel, (F3, I3, I2, I1, I1, int64, I2, I1)),
-    "arrange": (merge._arrange_kernel, (I2, I1, I1, int64, int64, int64, I2, I2)),
-    "attend": (attend_cuda._attend_kernel, (F3, I2, I2, I1, I2, H3, float32, int64, int64, int64,
-                                            boolean, F4, F3, F3)),
-    "finish": (attend_cuda._finish_kernel, (F4, F3, F3, I2, I1, boolean, F4, F3)),
+    "select": (score_cuda._select_kernel, (I1, I1, int64, int64, int64, int64, int64, F2, I2, I2,
+                                           I2, F2, I2, I1)),
+    "merge": (merge._merge_kernel, (F3, I3, I2, I1, I1, I2, int64, int64, int64, int64, I2, I2,
+                                    I2)),
+    "finish": (project._finish_kernel, (F4, F3, F3, I2, I1, F3, F2)),
     "combine": (project._combine_kernel, (F4, F3, F3, F2)),
-    "copy heads": (transport._copy_heads_kernel, (F3, int64, F3, int64)),
+    "gather pages": (device_history._gather_kernel,
+                     (flat(uint64, 2), flat(uint64, 2), I1, int64, flat(uint64, 2))),
+    "gather heads": (transport._gather_heads_kernel, (F1, I2, F3)),
+    "scatter heads": (transport._scatter_heads_kernel, (F3, I2, int64, F3, F1)),
+    "copy": (transport._copy_kernel, (flat(uint32, 1), flat(uint32, 1))),
+    "sum parts": (transport._sum_parts_kernel, (F1, int64, F1)),
 }
+
+ATTEND = F3, I2, I2, I2, I1, H3, float32, int64, int64, boolean, F4, F3, F3
+KERNELS.update({f"attend {tiles}": (attend_cuda.attend_kernel(tiles), ATTEND) for tiles in (1, 4)})
 
 
 def ptx(name, cc):
@@ -61,9 +65,9 @@ def test_compiles(name, cc):
     assert sum(map(int, shared)) <= 48 * 1024
 
 
-@pytest.mark.parametrize("name", ["score", "attend"])
-def test_products_run_on_tensor_cores_and_loads_are_wide(name):
+@pytest.mark.parametrize("name, products", [("score", 32), ("attend 1", 64), ("attend 4", 256)])
+def test_products_run_on_tensor_cores_and_loads_are_wide(name, products):
     text = ptx(name, (12, 1))
-    assert len(re.findall(r"mma\.sync", text)) == 32
+    assert len(re.findall(r"mma\.sync", text)) == products
     wide = r"ld\.global\S*v4\.u32" if name == "score" else r"cp\.async\.cg\.shared\.global\S* .*16"
     assert re.search(wide, text)

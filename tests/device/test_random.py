@@ -7,6 +7,7 @@ import pytest
 from engine import random_weights
 from engine.device import available, cuda
 from engine.host import from_bf16
+from engine.release import release_shape
 
 CODES = 1 << 16
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not available(), reason="no CUDA device answers")]
@@ -62,7 +63,7 @@ class TestOnDevice:
         assert abs(first.std() / 0.25 - 1) < 0.02 and abs(first.mean()) < 0.01
 
     def test_a_product_keeps_its_size(self):
-        make = random_weights._Maker(random_weights.release_shape(4), None, 3)
+        make = random_weights._Maker(release_shape(4), None, 3)
         for matrix in (make.fp8(256, 1024), make.bf16(256, 1024)):
             w = matrix.w.copy_to_host()
             if matrix.scales is None:

@@ -2,7 +2,7 @@
 """The kernels of engine/stages on a CUDA device, against host paths and float64.
 
 Integers (latent bits, tails, lists, selections) are compared in bytes, and so are the laws: a row
-alone or in a batch, any subset of heads, one call or tile by tile, one block a span or a chain.
+alone or in a batch, any subset of heads, one call or tile by tile, spans spread or in a chain.
 Tolerances: attention weights are rounded to BF16 (2^-9 each, independent), so outputs of size up
 to 4 may be off by 2^-7; scores are float32 sums of products that are exact, pooled keys BF16.
 """
@@ -12,12 +12,11 @@ import pytest
 
 from engine.device import available, cuda
 from engine.host import from_bf16, to_bf16
-from engine.stages import attend, attend_cuda, insert, merge, project, score, score_cuda
+from engine.stages import attend_cuda, insert, merge, project, score, score_cuda
 
 pytestmark = [pytest.mark.gpu,
               pytest.mark.skipif(not available(), reason="no CUDA device answers")]
 
-END = np.iinfo(np.int32).max
 STREAM = 0
 
 
@@ -81,7 +80,7 @@ class Scoring:
         self.found = filled((batch, room), np.nan)
         self.bins = filled((batch, score_cuda.BINS), 0, np.int32)
         self.near = filled((batch, score_cuda.NEAR), -1, np.int32)
-        self.fill, self.faults = filled(batch, 0, np.int32), filled(1, 0, np.int32)
+        self.fill, self.faults = filled((batch, 2), 0, np.int32), filled(1, 0, np.int32)
 
     def run(self, query, weight, seats, positions, table, keys, kpool, group, groups):
         n = len(seats)
@@ -123,7 +122,8 @@ def test_score_of_integers_is_the_host_path(group, groups, a_page, keep):
 
 
 @pytest.mark.parametrize("kind, pools", [("random", 262_144), ("few values", 262_144),
-                                         ("all zero", 20_000), ("random", 1_000)])
+                                         ("all zero", 20_000), ("all zero", 3_000),
+                                         ("random", 1_000)])
 def test_score_selects_exactly(kind, pools):
     rng = np.random.default_rng(pools)
     kpool, a_page, keep, heads, width = 4, 16, 512, 32, 128
@@ -164,162 +164,199 @@ def test_scores_that_are_not_numbers_are_counted():
     assert scoring.faults.copy_to_host()[0] == 1
 
 
-# ---- merge and arrange -------------------------------------------------------------------------
+# ---- merge -------------------------------------------------------------------------------------
 
+def cut(positions, page_rows, groups, first, count):
+    """(order, spans, starts) of ascending positions, as merge.py describes them."""
+    order, spans, starts = [], [0], [0]
+    for g in range(first, first + count):
+        mine = positions[positions // page_rows % groups == g]
+        for tile in np.unique(mine // merge.TILE):
+            part = mine[mine // merge.TILE == tile]
+            for begin in range(0, len(part), merge.SPAN):
+                order += list(part[begin:begin + merge.SPAN])
+                spans.append(len(order))
+        starts.append(len(spans) - 1)
+    return np.array(order, np.int64), spans, starts
+
+
+class Lists:
+    """Launches merge for rows of one table each and holds what it wrote, on the device."""
+
+    def __init__(self, found, seats, positions, table, page_rows, kpool, groups, first=0, count=1):
+        n, keep = found[0].shape[1:]
+        self.width = keep * kpool + kpool - 1
+        self.most = merge.spans_at_most(self.width, count, table.shape[1] * page_rows)
+        self.all = (filled((n, self.width), -9, np.int32), filled((n, self.most + 1), -9, np.int32),
+                    filled((n, count + 1), -9, np.int32))
+        merge.merge(*map(up, found), up(seats), up(positions), up(table), page_rows, kpool, groups,
+                    first, *self.all, STREAM)
+
+    def check(self, i, positions, row_of, *grouped):
+        """Assert that row i lists these positions; row_of: where position p lies."""
+        order, spans, starts = (a[i] for a in down(*self.all))
+        wanted = cut(np.asarray(positions), *grouped)
+        assert list(starts) == wanted[2] and wanted[2][-1] <= self.most
+        if len(wanted[0]):
+            assert list(spans[:len(wanted[1])]) == wanted[1]
+        assert (order[:len(wanted[0])] == row_of[wanted[0]]).all()
+
+
+@pytest.mark.parametrize("groups, first, count", [(1, 0, 1), (3, 0, 3), (6, 4, 1), (8, 0, 8)])
 @pytest.mark.parametrize("world, keep, kpool", [(1, 512, 4), (3, 512, 4), (8, 512, 4), (6, 16, 4),
                                                 (5, 7, 2)])
-def test_merge(world, keep, kpool):
+def test_merge(world, keep, kpool, groups, first, count):
     rng = np.random.default_rng(world)
-    n, every = 6, keep * 5
-    positions = np.int32([kpool * every + 1, kpool * every - 1, keep * kpool - 1, 0,
-                          kpool * (keep + 1) - 1, -1])
-    seats = np.int32([0, 1, 2, 3, 4, -1])
+    page_rows, last = 64, 100_000
+    positions = np.int32([last, kpool * (keep * 5) - 1, keep * kpool - 1, 0,
+                          kpool * (keep + 1) - 1, kpool * (keep + 1), -1])
+    n = len(positions)
+    seats = np.int32([0, 1, 2, 3, 4, 5, -1])
     scores, pools = np.zeros((world, n, keep), np.float32), np.zeros((world, n, keep), np.int32)
     counts = np.zeros((world, n), np.int32)
     for i in range(n):
         visible = (positions[i] + 1) // kpool
         if visible > keep:
-            drawn = rng.integers(-4, 5, visible).astype(np.float32)
+            drawn = rng.integers(-40, 50, visible).astype(np.float32)
             for w in range(world):
                 mine = np.flatnonzero(np.arange(visible) // 3 % world == w)
                 mine = mine[np.lexsort((mine, -drawn[mine]))][:keep]
                 counts[w, i] = len(mine)
                 scores[w, i, :len(mine)], pools[w, i, :len(mine)] = drawn[mine], mine
-    lists, lengths = filled((n, keep * kpool + kpool - 1), 9, np.int32), filled(n, 9, np.int32)
-    merge.merge(up(scores), up(pools), up(counts), up(seats), up(positions), kpool, lists, lengths,
-                STREAM)
-    wanted = np.full(lists.shape, -1, np.int32), np.zeros(n, np.int32)
-    merge.merge_host(*(np.ascontiguousarray(a[:, :5]) for a in (scores, pools, counts)),
-                     positions[:5], kpool, wanted[0][:5], wanted[1][:5])
-    assert same(down(lists, lengths), wanted)
-
-
-@pytest.mark.parametrize("groups, first, count", [(1, 0, 1), (3, 0, 3), (6, 4, 1), (8, 0, 8)])
-def test_arrange(groups, first, count):
-    rng = np.random.default_rng(groups)
-    lengths, seats = np.int32([2051, 0, 700, 1]), np.int32([3, 1, 0, -1])
-    lists = np.full((4, 2051), -1, np.int32)
-    for i, length in enumerate(lengths):
-        lists[i, :length] = np.sort(rng.choice(40_000, length, replace=False))
-    order, starts = filled(lists.shape, -9, np.int32), filled((4, count + 1), -9, np.int32)
-    merge.arrange(up(lists), up(lengths), up(seats), 64, groups, first, order, starts, STREAM)
-    order, starts = down(order, starts)
-    for i in range(4):
-        row = lists[i, :lengths[i]] if seats[i] >= 0 else lists[i, :0]
-        parts = [row[row // 64 % groups == first + g] for g in range(count)]
-        assert list(starts[i]) == [0, *np.cumsum([len(p) for p in parts])]
-        assert (order[i, :starts[i, -1]] == np.concatenate(parts)).all()
+    lists, lengths = np.full((n, keep * kpool + kpool - 1), -1, np.int32), np.zeros(n, np.int32)
+    merge.merge_host(*(np.ascontiguousarray(a[:, :-1]) for a in (scores, pools, counts)),
+                     positions[:-1], kpool, lists[:-1], lengths[:-1])
+    pages = last // page_rows + 1
+    table = rng.permutation(n * pages).reshape(n, pages).astype(np.int32)
+    found = Lists((scores, pools, counts), seats, positions, table, page_rows, kpool, groups, first,
+                  count)
+    for i in range(n):
+        row_of = (table[i][:, None] * page_rows + np.arange(page_rows)).ravel()
+        found.check(i, lists[i, :lengths[i]], row_of, page_rows, groups, first, count)
 
 
 # ---- attend, finish, combine -------------------------------------------------------------------
 
-class Case:
-    """Rows with given position lists over few touched pages, NaN wherever nothing is listed."""
+KPOOL, KEEP, PAGE = 4, 512, 64
 
-    def __init__(self, rng, chosen, heads, width=512, page_rows=64):
-        n = len(chosen)
-        self.lists = np.full((n, max(map(len, chosen))), -1, np.int32)
-        self.lengths = np.int32([len(c) for c in chosen])
-        for i, positions in enumerate(chosen):
-            self.lists[i, :len(positions)] = positions
+
+class Case:
+    """Rows that list 512 drawn pools and their tail, NaN wherever nothing is listed."""
+
+    def __init__(self, rng, positions, heads, width=512):
+        self.positions, n = np.int32(positions), len(positions)
+        self.heads, self.width = heads, width
         self.seats = rng.permutation(n).astype(np.int32)
-        touched = sorted({(s, p // page_rows) for s, c in zip(self.seats, chosen) for p in c})
-        self.table = np.full((n, max(p for _, p in touched) + 1), -1, np.int32)
+        pages = max(positions) // PAGE + 1
+        self.found = (np.zeros((1, n, KEEP), np.float32), np.zeros((1, n, KEEP), np.int32),
+                      np.zeros((1, n), np.int32))
+        self.listed = []
+        for i, position in enumerate(positions):
+            visible = (position + 1) // KPOOL
+            pools = np.arange(visible)
+            if visible > KEEP:
+                pools = rng.choice(visible, KEEP, replace=False)
+                self.found[1][0, i], self.found[2][0, i] = pools, KEEP
+            rows = (np.sort(pools)[:, None] * KPOOL + np.arange(KPOOL)).ravel()
+            self.listed.append(np.concatenate([rows, np.arange(visible * KPOOL, position + 1)]))
+        touched = sorted({(s, p) for s, rows in zip(self.seats, self.listed) for p in rows // PAGE})
+        self.table = np.full((n, pages), -1, np.int32)
         for local, at in zip(rng.permutation(len(touched)), touched):
             self.table[at] = local
-        self.latents = np.full((len(touched), page_rows, width), 0x7FC0, np.uint16)
-        for seat, positions in zip(self.seats, chosen):
-            p = np.array(positions)
+        self.latents = np.full((len(touched), PAGE, width), 0x7FC0, np.uint16)
+        for seat, p in zip(self.seats, self.listed):
             drawn = rng.standard_normal((len(p), width)).astype(np.float32)
-            self.latents[self.table[seat, p // page_rows], p % page_rows] = to_bf16(drawn)
+            self.latents[self.table[seat, p // PAGE], p % PAGE] = to_bf16(drawn)
         self.query = 2 * rng.standard_normal((n, heads, width)).astype(np.float32)
 
+    def lists(self, groups, rows, first=0, count=None, in_order=False):
+        table = np.broadcast_to(np.arange(self.table.shape[1], dtype=np.int32), self.table.shape)
+        found = [np.ascontiguousarray(a[:, rows]) for a in self.found]
+        return Lists(found, self.seats[rows], self.positions[rows],
+                     table if in_order else self.table, PAGE, KPOOL, groups, first,
+                     groups if count is None else count)
+
     def attend(self, groups, first=0, count=None, rows=slice(None), heads=slice(None), chain=False,
-               tiles=None, scratch=False):
-        """(out, lse); tiles: bounds of the calls; scratch: pages brought tile by tile."""
-        count = groups if count is None else count
-        query, lists, lengths, seats = (np.ascontiguousarray(a) for a in (
-            self.query[rows, heads], self.lists[rows], self.lengths[rows], self.seats[rows]))
+               scratch=False):
+        """(merged, lse); scratch: one row, whose pages come in order, tile by tile."""
+        lists = self.lists(groups, rows, first, count, scratch)
+        query, seats = np.ascontiguousarray(self.query[rows, heads]), up(self.seats[rows])
         n, h, width = query.shape
-        order, starts = filled(lists.shape, -5, np.int32), filled((n, count + 1), -5, np.int32)
-        page_rows = self.latents.shape[1]
-        merge.arrange(up(lists), up(lengths), up(seats), page_rows, groups, first, order, starts,
-                      STREAM)
-        slots = 2 * count if chain else attend_cuda.slots(lists.shape[1], count)
-        parts = (filled((slots, n, h, width), np.nan), filled((slots, n, h), np.nan),
-                 filled((slots, n, h), np.nan))
-        for begin, end in tiles or [(0, END)]:
-            table, latents, first_page = self.table, self.latents, 0
-            if scratch:
-                first_page = begin * attend.TILE // page_rows
-                last = end * attend.TILE // page_rows
-                table = np.ascontiguousarray(self.table[:, first_page:last])
-            attend_cuda.attend(up(query), order, starts, up(seats), up(table), up(latents),
-                               self.scale, first_page, begin, end, chain, *parts, STREAM)
-        out, lse = filled((count, n, h, width), np.nan), filled((count, n, h), np.nan)
-        attend_cuda.finish(*parts, starts, up(seats), chain, out, lse, STREAM)
-        return down(out, lse)
+        count = groups if count is None else count
+        many = count if chain else lists.most
+        out, top, mass = (filled((many, n, h, width), np.nan), filled((many, n, h), np.nan),
+                          filled((many, n, h), np.nan))
+        bounds, latents = [(0, 0)], self.latents
+        if scratch:
+            latents = self.latents[self.table[self.seats[rows][0]]].reshape(-1, width)
+            bounds = [(t, t + merge.TILE) for t in range(0, len(latents), merge.TILE)]
+        for begin, end in bounds:
+            held = latents[begin:end].reshape(-1, PAGE, width) if scratch else latents
+            attend_cuda.attend(up(query), *lists.all, seats, up(held), self.scale, begin, end,
+                               chain, out, top, mass, STREAM)
+        merged, lse = filled((n, h, width), np.nan), filled((n, h), np.nan)
+        if chain:
+            project.combine(out, top, merged, lse, STREAM)
+        else:
+            project.finish(out, top, mass, lists.all[2], seats, merged, lse, STREAM)
+        return down(merged, lse)
 
     @property
     def scale(self):
         return self.query.shape[2] ** -0.5
 
-    def reference(self, groups):
+    def reference(self):
         n, heads, width = self.query.shape
-        page_rows = self.latents.shape[1]
-        out, lse = np.zeros((groups, n, heads, width)), np.full((groups, n, heads), -np.inf)
-        for i in range(n):
-            positions = self.lists[i, :self.lengths[i]]
-            for g in range(groups):
-                mine = positions[positions // page_rows % groups == g]
-                if len(mine):
-                    at = self.table[self.seats[i], mine // page_rows], mine % page_rows
-                    rows = from_bf16(self.latents[at]).astype(float)
-                    s = from_bf16(to_bf16(self.query[i])).astype(float) @ rows.T * self.scale
-                    top = s.max(axis=1, keepdims=True)
-                    p = np.exp(s - top)
-                    out[g, i] = p @ rows / p.sum(axis=1, keepdims=True)
-                    lse[g, i] = top[:, 0] + np.log(p.sum(axis=1))
+        out, lse = np.zeros((n, heads, width)), np.full((n, heads), -np.inf)
+        for i, p in enumerate(self.listed):
+            rows = from_bf16(self.latents[self.table[self.seats[i], p // PAGE], p % PAGE])
+            rows = rows.astype(float)
+            s = from_bf16(to_bf16(self.query[i])).astype(float) @ rows.T * self.scale
+            top = s.max(axis=1, keepdims=True)
+            p = np.exp(s - top)
+            out[i], lse[i] = p @ rows / p.sum(axis=1, keepdims=True), top[:, 0] + np.log(p.sum(1))
         return out, lse
 
 
-def draw(rng, *counts, until=20_000):
-    return [np.sort(rng.choice(until, c, replace=False)) for c in counts]
-
-
-@pytest.mark.parametrize("groups", [1, 2, 6, 8])
-@pytest.mark.parametrize("heads, width", [(64, 512), (11, 512), (7, 64), (16, 72)])
+@pytest.mark.parametrize("groups, heads, width", [(1, 64, 512), (2, 32, 512), (6, 11, 512),
+                                                  (8, 64, 512), (3, 7, 64), (2, 16, 72)])
 def test_attend(groups, heads, width):
     rng = np.random.default_rng(heads + groups)
-    case = Case(rng, draw(rng, 2051, 1, 300, 128, 129), heads, width)
-    out, lse = case.attend(groups)
-    exact = case.reference(groups)
-    empty = np.isinf(exact[1])
-    assert (np.isneginf(lse) == empty).all() and not out[empty].any()
-    assert np.abs(out - exact[0]).max() <= 2 ** -7
-    assert np.abs(lse[~empty] - exact[1][~empty]).max() <= 2e-5
+    case = Case(rng, [8999, 5, 3000, 700], heads, width)
+    found, exact = case.attend(groups), case.reference()
+    assert np.abs(found[0] - exact[0]).max() <= 2 ** -7
+    assert np.abs(found[1] - exact[1]).max() <= 2e-5
     # --- the laws
-    tiles = [(t, t + 1) for t in range(5)]
-    assert same(case.attend(groups, chain=True), (out, lse))
-    assert same(case.attend(groups, chain=True, tiles=tiles), (out, lse))
-    assert same(case.attend(groups, chain=True, tiles=tiles, scratch=True), (out, lse))
-    assert same(case.attend(groups, first=groups - 1, count=1), (out[-1:], lse[-1:]))
+    assert same(case.attend(groups, chain=True), found)
     some = slice(heads // 3, heads // 3 + 5)
-    assert same(case.attend(groups, heads=some), (out[:, :, some], lse[:, :, some]))
-    for i in range(5):
-        assert same(case.attend(groups, rows=[i]), (out[:, i:i + 1], lse[:, i:i + 1]))
+    assert same(case.attend(groups, heads=some), [a[:, some] for a in found])
+    for i in range(4):
+        for chain in (False, True):
+            assert same(case.attend(groups, rows=[i], chain=chain), [a[i:i + 1] for a in found])
+    many = [i % 4 for i in range(40)]       # more than one span a block
+    assert same(case.attend(groups, rows=many), [a[many] for a in found])
+    # --- a group alone, then merged with the others, as ranks do it
+    parts = [case.attend(groups, g, 1) for g in range(groups)]
+    out, lse = (up(np.stack(a)) for a in zip(*parts))
+    merged = filled(found[0].shape, np.nan), filled(found[1].shape, np.nan)
+    project.combine(out, lse, *merged, STREAM)
+    assert same(down(*merged), found)
 
 
-def test_attend_far_apart_and_padded():
+@pytest.mark.parametrize("heads", [11, 64])
+def test_attend_over_tiles_and_padding(heads):
     rng = np.random.default_rng(3)
-    case = Case(rng, draw(rng, 500, 40, until=1_000_000), 64)
-    out, lse = case.attend(2)
-    exact = case.reference(2)
-    assert np.abs(out - exact[0]).max() <= 2 ** -7 and np.abs(lse - exact[1]).max() <= 2e-5
+    case = Case(rng, [99_999, 40_000, 70_003], heads)
+    found, exact = case.attend(2), case.reference()
+    assert np.abs(found[0] - exact[0]).max() <= 2 ** -7
+    assert np.abs(found[1] - exact[1]).max() <= 2e-5
+    for i in range(3):
+        assert same(case.attend(2, rows=[i], chain=True, scratch=True), [a[i:i + 1] for a in found])
     case.seats[1] = -1
-    padded = case.attend(2)
-    assert same([a[:, :1] for a in padded], [out[:, :1], lse[:, :1]])
-    assert not padded[0][:, 1].any() and np.isneginf(padded[1][:, 1]).all()
+    for chain in (False, True):
+        padded = case.attend(2, chain=chain)
+        assert same([a[::2] for a in padded], [a[::2] for a in found])
+        assert not padded[0][1].any() and np.isneginf(padded[1][1]).all()
 
 
 @pytest.mark.parametrize("groups, heads", [(1, 64), (3, 22), (8, 1)])
@@ -341,5 +378,5 @@ def test_combine(groups, heads):
         assert same(found, (out[0], lse[0]))
 
 
-def test_both_files_have_the_same_tiles():
-    assert attend_cuda.TILE == attend.TILE
+def test_both_files_have_the_same_spans():
+    assert attend_cuda.SPAN == merge.SPAN

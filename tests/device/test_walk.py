@@ -80,14 +80,13 @@ def prefill_and_decode(engine, seat, ids, prompt, chunk):
     """Bytes of the logits after a prompt in chunks, then of decode steps over the rest of ids."""
     from engine.forward import Rows
     engine.backend.open(seat, engine.pool.grant(-(-len(ids) // 64)))
-    out = []
     for first in range(0, prompt, chunk):
         part = ids[first:min(first + chunk, prompt)]
         at = np.arange(first, first + len(part))
-        out.append(engine.backend.prefill(Rows.of(part, np.full(len(part), seat), at), True))
-    out = [out[-1]]
+        last = engine.backend.prefill(Rows.of(part, np.full(len(part), seat), at), True)
+    out = [last.copy()]         # the next step overwrites what a step returned
     for p in range(prompt, len(ids)):
-        out.append(engine.backend.decode(Rows.of(ids[p:p + 1], [seat], [p])))
+        out.append(engine.backend.decode(Rows.of(ids[p:p + 1], [seat], [p])).copy())
     return np.concatenate(out).tobytes()
 
 
@@ -99,6 +98,16 @@ def test_chunks_and_poison_change_no_bit():
         assert prefill_and_decode(engine_of(*model), 1, ids, 330, chunk) == whole, chunk
     assert prefill_and_decode(engine_of(*model, "--poison", "--shuffle-pages"), 2, ids, 330, 330) \
         == whole
+
+
+def test_kernels_side_by_side_change_no_bit():
+    ids = np.random.default_rng(7).integers(2, 512, 320)
+    model = ("--model", TESTS / "oracle" / "tiny-fp8")
+    beside, inline = engine_of(*model), engine_of(*model)
+    device = inline.backend.device
+    device._sides = device._sides[1], device._sides[1]
+    found, want = (prefill_and_decode(e, 0, ids, 300, 64) for e in (beside, inline))
+    assert found == want
 
 
 def test_five_together_are_as_alone():
@@ -115,10 +124,10 @@ def test_five_together_are_as_alone():
             part = t[first:min(first + 64, len(t) - 6)]
             last = engine.backend.prefill(Rows.of(part, np.full(len(part), seat),
                                                   np.arange(first, first + len(part))), True)
-        found[seat].append(last[0])
+        found[seat].append(last[0].copy())
     for step in range(6):
         at = [len(t) - 6 + step for t in texts]
         rows = Rows.of([t[p] for t, p in zip(texts, at)], range(5), at)
         for seat, row in enumerate(engine.backend.decode(rows)):
-            found[seat].append(row)
+            found[seat].append(row.copy())
     assert [np.stack(f).tobytes() for f in found] == alone

@@ -46,7 +46,8 @@ def test_striped_by_hand():
     assert pool.available() == [1, 2, 1]
     assert pool.grant(2) is None  # one replicated page is left
     assert ids_of(pool.grant(1)) == [(REPLICATED, 2)]
-    assert pool.counts() == ((Counts(1, 2, 3), Counts(2, 1, 3), Counts(1, 2, 3)), Counts(0, 3, 3))
+    assert pool.counts() == ((Counts(1, 2, 0, 3), Counts(2, 1, 0, 3), Counts(1, 2, 0, 3)),
+                             Counts(0, 3, 0, 3))
     pool.check()
 
 
@@ -164,13 +165,13 @@ def test_a_window_of_1_048_576_tokens_under_both_placements():
     assert "--placement striped would fit it (1025 pages a class)" in hint
     assert "at least 4097 pages" in hint  # (2049 - 1) * 2 + 1
     assert Pool(4097, 2, "owner").grant(2049).owner == 0
-    assert pool.counts()[0] == (Counts(1028, 0, 1028),) * 2  # refusing changed nothing
+    assert pool.counts()[0] == (Counts(1028, 0, 0, 1028),) * 2  # refusing changed nothing
     assert pool.could_ever_fit(1028) and pool.refusal(1028) is None
 
     pool = Pool(2056, 2, "striped")
     assert pool.could_ever_fit(2049) and pool.refusal(2049) is None
     window = pool.grant(2049)
-    assert pool.counts()[0] == (Counts(3, 1025, 1028), Counts(4, 1024, 1028))
+    assert pool.counts()[0] == (Counts(3, 1025, 0, 1028), Counts(4, 1024, 0, 1028))
     assert pool.grant(2049) is None  # one at a time
     pool.release(window)
     assert pool.grant(2049) is not None
@@ -180,11 +181,11 @@ def test_four_windows_of_131_072_tokens():
     """page_rows 512, two ranks: 257 pages a window, 514 a class under owner."""
     pool = Pool(1028, 2, "owner")
     assert [pool.grant(257).owner for _ in range(4)] == [0, 1, 0, 1]
-    assert pool.counts()[0] == (Counts(0, 514, 514),) * 2 and pool.grant(1) is None
+    assert pool.counts()[0] == (Counts(0, 514, 0, 514),) * 2 and pool.grant(1) is None
     # striped, page 0 of all four lies in class 0, which so takes one page a window more
     pool = Pool(1031, 2, "striped")
     assert all(pool.grant(257) for _ in range(4))
-    assert pool.counts()[0] == (Counts(0, 516, 516), Counts(3, 512, 515))
+    assert pool.counts()[0] == (Counts(0, 516, 0, 516), Counts(3, 512, 0, 515))
     pool = Pool(1028, 2, "striped")
     assert [pool.grant(257) is not None for _ in range(4)] == [True, True, True, False]
 
