@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts the engine's ranks on a machine that has Python only: makes .venv, installs, execs mpirun.
+# Starts the engine's ranks on a machine that has Python only: makes .venv, installs, runs mpirun.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -7,6 +7,7 @@ venv=$root/.venv
 ranks=""
 hosts=""
 dry_run=no
+supervise=no
 engine=()
 
 usage() {
@@ -20,6 +21,8 @@ Makes .venv and installs what is missing, then starts the engine's ranks with mp
   --hosts A,B,C   machines to start them on; each needs this folder at the same path, with its
                   .venv, and ssh without a password
   --model PATH    model folder (default: the embedded model)
+  --supervise     hold the port, and start the engine again when it fails: clients get errors to
+                  try again on (503), not closed doors
   --dry-run       print the command and stop
   -h, --help      print this and stop
   test            install what the tests need and run them
@@ -123,9 +126,17 @@ launch() {
         fi
         command+=("$mpirun" -np "$ranks" ${hosts:+--host "$hosts"})
     else
-        command=("$mpirun" -np "$ranks" ${hosts:+-hosts "$hosts"})
+        # mpirun kills all ranks at once with one that dies, before they can say which. The switch
+        # stops that where a rank ends by itself, and the shell above each where a signal ends it.
+        command=("$mpirun" -disable-auto-cleanup -np "$ranks" ${hosts:+-hosts "$hosts"}
+                 sh -c 'trap : HUP INT TERM USR1; "$@"; exit $?' rank)
     fi
-    command+=("$venv/bin/python" -m engine ${engine[@]+"${engine[@]}"})
+    command+=("$venv/bin/python" -m engine)
+    if [[ $supervise == yes ]]; then
+        command=("$venv/bin/python" -m engine.front ${engine[@]+"${engine[@]}"} -- "${command[@]}")
+    else
+        command=("$venv/bin/python" -m engine.keeper "${command[@]}" ${engine[@]+"${engine[@]}"})
+    fi
     if [[ $dry_run == yes ]]; then
         printf '%q ' "${command[@]}"
         printf '\n'
@@ -162,6 +173,7 @@ while (($#)); do
         --hosts) value_of "$1" $#; hosts=$2; shift 2 ;;
         --hosts=*) hosts=${1#*=}; shift ;;
         --dry-run) dry_run=yes; shift ;;
+        --supervise) supervise=yes; shift ;;
         -h | --help) usage; exit 0 ;;
         # A text may look like an option of this script.
         --prompt | --prompt-ids | --system) value_of "$1" $#; engine+=("$1" "$2"); shift 2 ;;

@@ -100,7 +100,8 @@ class Attention:
             self._absorb(w, low, n, seats, absorbed, m.stream)
             m.side.join(keyed)
             wires = [part.wire for part in parts]
-            cut(m.world.repeated(([wires[m.world.rank]] * m.world.size, wires)), True)
+            cut(m.world.repeated(([wires[m.world.rank]] * m.world.size, wires), stage="queries"),
+                True)
         else:
             absorbed = take("absorbed", n, m.own_heads, s.kv_lora)
             self._absorb(w, low, n, seats, absorbed, m.side.fork())
@@ -195,7 +196,7 @@ class Attention:
                             into=[a[rank] for a in _apart(block.array, world.size, n, keep)])
             wires = [[a[r] for r in range(world.size)]
                      for a in _apart(block.wire, world.size, n, keep)]
-            cut(world.repeated(*(([a[rank]] * world.size, a) for a in wires)))
+            cut(world.repeated(*(([a[rank]] * world.size, a) for a in wires), stage="candidates"))
         else:
             found = [a.reshape(1, *a.shape) for a in self.best_pools(
                 binding, index, weight, attended, positions, ALL_GROUPS)]
@@ -227,7 +228,7 @@ class Attention:
             incoming = [wire[r] for r in range(world.size)]
             outgoing[rank] = incoming[rank]     # it is there already
             pairs.append((outgoing, incoming))
-        cut(world.repeated(*pairs))
+        cut(world.repeated(*pairs, stage="partials"))
         if own:
             out, lse = _back(m.transport.here(m.buffers, "partials here", back, stream),
                              world.size, n, own, width)

@@ -96,7 +96,7 @@ class History:
                          world.rank if owner < 0 else ALL_GROUPS,
                          into=[x.array[senders.index(world.rank)] for x in every])
         m.stream.synchronize()
-        world.exchange(*(self._pair(x.wire, senders) for x in every))
+        world.exchange(*(self._pair(x.wire, senders) for x in every), stage="candidates")
         return lists(m.transport.here(m.buffers, f"history candidates {i}", x, m.stream)
                      for i, x in enumerate(every))
 
@@ -218,7 +218,8 @@ class Fetch:
             ends = np.cumsum([0, *counts]).tolist()
             self._packed.synchronize()
             m.world.exchange(([send.wire[:stretch.counts[m.world.rank]]] * m.world.size,
-                              [came.wire[a:b] if b > a else None for a, b in zip(ends, ends[1:])]))
+                              [came.wire[a:b] if b > a else None for a, b in zip(ends, ends[1:])]),
+                             stage="history")
             got = came.array
         gather(own, got, route.sources, stretch.first, stretch.stop - stretch.first, _units(held),
                m.stream)

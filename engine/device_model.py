@@ -150,7 +150,8 @@ class DeviceModel:
         hyper_first_cuda(streams, post, comb, fns[0], seats, partial, stream)
         ys = self.transport.buffer(self.buffers, "y", world.size, n, s.hidden)
         wires = [ys.wire[rank] for rank in range(world.size)]
-        meet, y = world.repeated(([wires[world.rank]] * world.size, wires)), ys.array[world.rank]
+        meet = world.repeated(([wires[world.rank]] * world.size, wires), stage="sum")
+        y = ys.array[world.rank]
 
         def site(hyper, norm, kept, work, cuts=False):      # cuts: there are some inside work
             beside = stream if cuts else self.side.fork()
@@ -250,11 +251,11 @@ class DeviceModel:
             return mine[:n]
         rest = [None] * (world.size - 1)
         if world.rank:
-            world.exchange(*(([row, *rest], [None, *rest]) for row in mine[:n]))
+            world.exchange(*(([row, *rest], [None, *rest]) for row in mine[:n]), stage="logits")
             return None
         whole = self.buffers.pinned("everyone's logits", (bucket, self.shape.vocab))[:n]
         world.exchange(*(([row, *rest], [into[a:b] for a, b in self.vocab])
-                         for row, into in zip(mine, whole)))
+                         for row, into in zip(mine, whole)), stage="logits")
         return whole
 
     def _fetch_faults(self):

@@ -105,7 +105,8 @@ def logits(model, hidden):
     mine = head(hidden, model.weights.head)
     parts = [np.empty((len(hidden), stop - start), np.float32) for start, stop in model.vocab]
     if world.rank:
-        world.exchange(([mine] + [None] * (world.size - 1), [None] * world.size))
+        world.exchange(([mine] + [None] * (world.size - 1), [None] * world.size),
+                       stage="logits")
         return None
-    world.exchange(([mine] + [None] * (world.size - 1), parts))
+    world.exchange(([mine] + [None] * (world.size - 1), parts), stage="logits")
     return np.concatenate(parts, axis=1)

@@ -49,7 +49,8 @@ def _lists(model, binding, queries, rows):
     else:
         found = Candidates(*(a[0] for a in _no_candidates(model, rows.count)))
     everyones = Candidates(*(np.empty((world.size, *a.shape), a.dtype) for a in found))
-    world.exchange(*(([a] * world.size, list(b)) for a, b in zip(found, everyones)))
+    world.exchange(*(([a] * world.size, list(b)) for a, b in zip(found, everyones)),
+                   stage="candidates")
     return merged_lists(model, everyones, rows.positions)
 
 
@@ -69,7 +70,7 @@ def fetch_pages(model, array, seat, pages):
     mine = whole[holders == world.rank]
     theirs = [np.flatnonzero(holders == r) for r in range(world.size)]
     parts = [np.empty((t.size, *array.shape[1:]), array.dtype) for t in theirs]
-    world.exchange(([mine] * world.size, parts))
+    world.exchange(([mine] * world.size, parts), stage="history")
     for r, part in enumerate(parts):
         if r != world.rank:
             whole[theirs[r]] = part

@@ -61,7 +61,8 @@ def _attend_shared(model, binding, queries, rows, holders):
     asked = [queries.absorbed[theirs[r]] for r in range(world.size)]
     width = queries.absorbed.shape[2]
     query = [np.empty((mine.size, stop - start, width), np.float32) for start, stop in model.heads]
-    world.exchange(*(([a] * world.size, list(b)) for a, b in zip(found, everyones)), (asked, query))
+    world.exchange(*(([a] * world.size, list(b)) for a, b in zip(found, everyones)), (asked, query),
+                   stage="queries")
     query = np.concatenate(query, axis=1)
 
     # --- partials of all heads over the rows held here
@@ -86,7 +87,8 @@ def _attend_shared(model, binding, queries, rows, holders):
             for t in theirs]
     world.exchange(
         ([np.ascontiguousarray(out[:, a:b]) for a, b in model.heads], [o for o, _ in back]),
-        ([np.ascontiguousarray(lse[:, a:b]) for a, b in model.heads], [e for _, e in back]))
+        ([np.ascontiguousarray(lse[:, a:b]) for a, b in model.heads], [e for _, e in back]),
+        stage="partials")
     outs = np.zeros((world.size, len(holders), heads, width), np.float32)
     lses = np.full((world.size, len(holders), heads), -np.inf, np.float32)
     for r, (o, e) in enumerate(back):

@@ -25,6 +25,7 @@ from engine import errors  # noqa: E402
 
 SUM_WHOLE_BYTES = 32 * 1024   # a sum up to here sends whole arrays; above, each rank sums a share
 REPORT_BYTES = 16384          # of a report in `agree`: 1,000 characters, at most 12 bytes each
+FAILURE_SECONDS = 3.0         # after a failed MPI call, for the news of a lost rank
 ABORT_SECONDS = 0.3           # for mpirun to pass on what was written: it drops the rest
 PR_SET_TIMERSLACK = 29
 SPIN_SECONDS = (200e-6, 40e-6)    # before the first sleep: a core a rank, more ranks than cores
@@ -72,29 +73,43 @@ class World:
                 continue
         return bool(self.gather(np.array([answer], np.int32)).min())
 
-    def _wait(self, requests):
+    def _wait(self, requests, stage="other"):
         started = time.perf_counter()
-        while not MPI.Request.Testall(requests):
-            waited = time.perf_counter() - started
-            if waited > self._spin:
-                if self.alarm is not None and (error := self.alarm()) is not None:
-                    raise error
-                time.sleep(min(max(SLEEP_SECONDS[0], 0.02 * waited), SLEEP_SECONDS[1]))
+        try:
+            while not MPI.Request.Testall(requests):
+                waited = time.perf_counter() - started
+                if waited > self._spin:
+                    if self.alarm is not None and (error := self.alarm()) is not None:
+                        raise error
+                    time.sleep(min(max(SLEEP_SECONDS[0], 0.02 * waited), SLEEP_SECONDS[1]))
+        except MPI.Exception as e:
+            raise self._failure(e) from None
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
 
-    def exchange(self, *pairs):
+    def _failure(self, exception):
+        """The error of a failed MPI call: that of a lost rank, which MPI may notice first."""
+        give_up = time.monotonic() + FAILURE_SECONDS
+        while self.alarm is not None and time.monotonic() < give_up:
+            if (error := self.alarm()) is not None:
+                return error
+            time.sleep(SLEEP_SECONDS[1])
+        return errors.WorldError(f"MPI failed: {exception}", "look at the messages of all ranks",
+                                 rank=self.rank)
+
+    def exchange(self, *pairs, stage="other"):
         """For each (outgoing, incoming) pair: send outgoing[j] to rank j, fill incoming[i] from i.
 
         Contiguous arrays, on the device only where `cuda_aware`; None or empty = nothing between
         these two. Both sides know the sizes from the plan. A rank's own part is copied. All pairs
-        travel at once and cost one wait.
+        travel at once and cost one wait, which `seconds` counts by stage.
         """
         requests = self._requests(pairs, self._comm.Irecv, self._comm.Isend)
         self._copy_own(pairs)
-        self._wait(requests)
+        self._wait(requests, stage)
 
-    def repeated(self, *pairs):
+    def repeated(self, *pairs, stage="other"):
         """The same exchange to be made again and again: an Exchange."""
-        return Exchange(self, pairs)
+        return Exchange(self, pairs, stage)
 
     def _requests(self, pairs, receive, send):
         found = []
@@ -102,10 +117,13 @@ class World:
             for i, array in enumerate(incoming):
                 if array is not None and array.size and i != self.rank:
                     found.append(receive([array, array.nbytes, MPI.BYTE], i))
-        for outgoing, _ in pairs:
-            for j, array in enumerate(outgoing):
-                if array is not None and array.size and j != self.rank:
-                    found.append(send([array, array.nbytes, MPI.BYTE], j))
+        try:
+            for outgoing, _ in pairs:
+                for j, array in enumerate(outgoing):
+                    if array is not None and array.size and j != self.rank:
+                        found.append(send([array, array.nbytes, MPI.BYTE], j))
+        except MPI.Exception as e:
+            raise self._failure(e) from None
         return found
 
     def _copy_own(self, pairs):
@@ -114,11 +132,11 @@ class World:
             if mine is not None and mine.size and mine is not outgoing[self.rank]:
                 _copy(mine, outgoing[self.rank])
 
-    def gather(self, mine, parts=None):
+    def gather(self, mine, parts=None, stage="other"):
         """Every rank's array, in rank order: [W, *mine.shape], or uneven arrays in `parts`."""
         if parts is None:
             parts = np.empty((self.size, *mine.shape), mine.dtype)
-        self.exchange(([mine] * self.size, list(parts)))
+        self.exchange(([mine] * self.size, list(parts)), stage=stage)
         return parts
 
     def sum(self, x):
@@ -126,17 +144,17 @@ class World:
         if self.size == 1 or not x.size:
             return x
         if x.nbytes <= SUM_WHOLE_BYTES:
-            parts = self.gather(x)
+            parts = self.gather(x, stage="sum")
             _sum_in_order(parts, x)
             return x
         flat = x.reshape(-1)
         cuts = [flat.size * r // self.size for r in range(self.size + 1)]
         shares = [flat[cuts[r]:cuts[r + 1]] for r in range(self.size)]
         parts = np.empty((self.size, shares[self.rank].size), x.dtype)
-        self.exchange((shares, list(parts)))
+        self.exchange((shares, list(parts)), stage="sum")
         total = np.empty_like(parts[0])
         _sum_in_order(parts, total)
-        self.gather(total, shares)
+        self.gather(total, shares, "sum")
         return x
 
     def broadcast(self, message=None):
@@ -148,11 +166,11 @@ class World:
             data = np.frombuffer(message, np.uint8)
             requests = [self._comm.Isend([a, a.nbytes, MPI.BYTE], r)
                         for r in range(1, self.size) for a in (length, data)]
-            self._wait(requests)
+            self._wait(requests, "plan")
             return message
-        self._wait([self._comm.Irecv([length, length.nbytes, MPI.BYTE], 0)])
+        self._wait([self._comm.Irecv([length, length.nbytes, MPI.BYTE], 0)], "idle")
         data = np.empty(int(length[0]), np.uint8)
-        self._wait([self._comm.Irecv([data, data.nbytes, MPI.BYTE], 0)])
+        self._wait([self._comm.Irecv([data, data.nbytes, MPI.BYTE], 0)], "plan")
         return data.tobytes()
 
     def barrier(self):
@@ -185,8 +203,8 @@ class Exchange:
     request anew costs Python twice what starting it does).
     """
 
-    def __init__(self, world, pairs):
-        self._world, self._pairs = world, pairs
+    def __init__(self, world, pairs, stage):
+        self._world, self._pairs, self._stage = world, pairs, stage
         comm = world._comm
         self._requests = world._requests(pairs, comm.Recv_init, comm.Send_init)
         weakref.finalize(self, _free, self._requests)
@@ -198,13 +216,16 @@ class Exchange:
     def start(self):
         """Post the sends and receives."""
         if self._requests:
-            MPI.Prequest.Startall(self._requests)
+            try:
+                MPI.Prequest.Startall(self._requests)
+            except MPI.Exception as e:
+                raise self._world._failure(e) from None
         self._world._copy_own(self._pairs)
 
     def finish(self):
         """Wait until all have arrived and left."""
         if self._requests:
-            self._world._wait(self._requests)
+            self._world._wait(self._requests, self._stage)
 
 
 def _unlink_shared():

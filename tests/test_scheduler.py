@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from engine.errors import QueueFull, RequestError
+from engine.errors import QueueFull, RequestError, TooLong
 from engine.pool.lease import Pool
 from engine.sample import Choice, Sampling
 from engine.scheduler import Scheduler
@@ -300,6 +300,31 @@ def test_the_queue_is_bounded_and_says_so():
         ask(s, 10)
     assert "2 requests wait" in caught.value.message and "--queue" in caught.value.hint
     assert state(s) == before
+
+
+def test_those_that_the_next_round_can_seat_do_not_count_as_waiting():
+    s = Scheduler(Pool(8, 1, "striped"), 2, 256, 100, PAGE, 512, queue=1)
+    for _ in range(3):      # two seats and a place in the queue, all in one round
+        ask(s, 10, max_tokens=50)
+    with pytest.raises(QueueFull):
+        ask(s, 10)
+    step(s)
+    assert len(s.live) == 2 and len(s.waiting) == 1
+    with pytest.raises(QueueFull):
+        ask(s, 10)
+
+
+@pytest.mark.parametrize("name, fits", [("striped", 512), ("owner", 256)])
+def test_a_request_that_is_too_long_is_told_what_would_fit(name, fits):
+    s = Scheduler(Pool(8, 2, name), 2, 4096, 100, 64, 512)
+    with pytest.raises(TooLong) as caught:
+        ask(s, 700, max_tokens=50)
+    for number in ("12 pages", "prompt 700 tokens", "reply up to 50", "window 4096",
+                   "pool 8 pages of 64", f"{fits} tokens with the reply would fit"):
+        assert number in caught.value.message
+    ask(s, fits - 50, max_tokens=50)
+    with pytest.raises(TooLong, match="the prompt has 4096 tokens.*prompt 4096 tokens"):
+        ask(s, 4096)
 
 
 def test_conversations_in_prefill_take_turns():

@@ -204,6 +204,17 @@ def test_what_could_ever_fit_is_what_an_empty_pool_grants(world, placement):
                 assert str(pages) in str(caught.value) and caught.value.hint
 
 
+@pytest.mark.parametrize("pool", [
+    Pool(8, 1, "striped"), Pool(8, 3, "striped"), Pool(8, 2, "owner"), Pool(7, 3, "owner"),
+    Pool(7, 3, "striped", replicated_pages=2, replicated_total=4),
+    Pool(7, 3, "striped", replicated_pages=4, replicated_total=1), Pool(1, 2, "owner")])
+def test_the_longest_conversation_is_the_last_that_is_not_refused(pool):
+    longest = max((n for n in range(1, 20) if pool.could_ever_fit(n)), default=0)
+    assert pool.longest() == longest
+    with pytest.raises(RequestError):
+        pool.refusal(longest + 1)
+
+
 def test_refusal_of_a_stripe_and_of_the_replicated_region():
     with pytest.raises(RequestError) as caught:
         Pool(8, 3, "striped").refusal(9)  # classes of 3, 3, 2 against 3, 3, 3
