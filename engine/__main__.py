@@ -91,9 +91,10 @@ def _join():
     faulthandler.dump_traceback_later(JOIN_SECONDS, exit=True)
     try:
         from engine.world import World
-        return World.join()
     except (ImportError, RuntimeError) as e:    # mpi4py says RuntimeError where it finds no MPI
         raise WorldError(f"MPI cannot be loaded: {e}", "pip install mpi4py mpich") from None
+    else:
+        return World.join()
     finally:
         faulthandler.cancel_dump_traceback_later()
 

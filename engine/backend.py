@@ -7,7 +7,7 @@ falls back says so at start. Weights come from a model folder, or are random and
 
 import contextlib
 
-from engine.device import available
+from engine.device import available, cuda
 from engine.device_model import DeviceModel
 from engine.device_weights import load_device_weights
 from engine.errors import PlanError
@@ -126,6 +126,12 @@ class DeviceBackend:
         self.rank = world.rank
         with device_memory(self.rank):
             self.device = DeviceModel(world, shape, has, weights, config)
+
+    @staticmethod
+    def used_bytes():
+        """Bytes in use on the device, by anyone."""
+        free, total = cuda.current_context().get_memory_info()
+        return total - free
 
     def prefill(self, rows, wanted):
         """As HostBackend's."""

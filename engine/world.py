@@ -164,8 +164,11 @@ class World:
         length = np.array([len(message) if self.rank == 0 else 0], np.int64)
         if self.rank == 0:
             data = np.frombuffer(message, np.uint8)
-            requests = [self._comm.Isend([a, a.nbytes, MPI.BYTE], r)
-                        for r in range(1, self.size) for a in (length, data)]
+            try:
+                requests = [self._comm.Isend([a, a.nbytes, MPI.BYTE], r)
+                            for r in range(1, self.size) for a in (length, data)]
+            except MPI.Exception as e:
+                raise self._failure(e) from None
             self._wait(requests, "plan")
             return message
         self._wait([self._comm.Irecv([length, length.nbytes, MPI.BYTE], 0)], "idle")

@@ -35,6 +35,9 @@ LOW = {
     "engine.telemetry": (),
     "engine.hub": ("engine.errors",),
     "engine.pulse": ("engine.errors",),
+    "engine.keeper": (),
+    "engine.relay": (),
+    "engine.front": ("engine.config", "engine.errors", "engine.keeper", "engine.relay"),
     "engine.api.parse": ("engine.chat",),
     "engine.api.body": ("engine.errors", "engine.sample"),
     "engine.api.reply": ("engine.api.parse", "engine.chat"),
@@ -43,7 +46,8 @@ LOW = {
 }
 # Packages of which one part of engine/ is the only importer.
 ONLY = {"mpi4py": ("engine.world",), "starlette": ("engine.api",), "uvicorn": ("engine.api",),
-        "prometheus_client": ("engine.api",), "socket": ("engine.pulse", "engine.api.app")}
+        "prometheus_client": ("engine.api",),
+        "socket": ("engine.pulse", "engine.api.app", "tui.client")}
 ENVIRONMENT_READER = "engine.config"
 START = "engine.__main__"  # may import ours inside functions: it prepares the environment first
 LATE = ("numpy", "numba", "llvmlite", "mpi4py")  # so must not be imported by importing START
