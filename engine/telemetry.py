@@ -15,6 +15,7 @@ FIRST_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)   
 GAP_BOUNDS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 LOG_LINES = 200
 CELLS = 256             # of a rank's page map
+ROUND_SECONDS = 10.0    # within which every rank follows a round
 STATES = ".#k"          # cells of the map: mostly free, leased, kept pages
 
 
@@ -69,10 +70,21 @@ class Board:
         self.latest = dict(facts)
         self.moved = time.monotonic()
         self.fault = None
+        self._due = 0                       # the round that every rank must have computed by now
+        self._rounds = collections.deque()  # (time.monotonic, round) since ROUND_SECONDS ago
 
     def update(self, engine):
         """Make a new tree. On the loop's thread, between two rounds."""
         self.latest = {**self._facts, **tree(engine, self._pulse)}
+        now = time.monotonic()
+        self._rounds.append((now, engine.ledger.number))
+        while now - self._rounds[0][0] > ROUND_SECONDS:
+            self._due = self._rounds.popleft()[1]
+
+    def behind(self):
+        """{rank: its last round} of the ranks that have not followed in time, though alive."""
+        return {rank: facts["round"] for rank, facts in self._pulse.everyone().items()
+                if facts.get("round", self._due) < self._due}
 
     def fail(self, error):
         self.fault = error, time.time()

@@ -45,6 +45,9 @@ class Pulse:
     def silent(self):
         return {}
 
+    def everyone(self):
+        return {}
+
 
 class Engine:
     """Says `reply` (ids) to every prompt, a token a round. live: {request: tokens said}."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine import telemetry
 from engine.pool.lease import Pool
 from engine.sample import Choice, Sampling
 from engine.scheduler import Scheduler
@@ -123,3 +124,17 @@ def test_the_log_keeps_the_newest_lines():
         meters.note("refusal", f"line {i}")
     meters.note("fault", "gone")
     assert len(meters.log) == 200 and meters.log[-1]["text"] == "gone" and meters.refused == 500
+
+
+def test_a_rank_that_does_not_follow_is_behind(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(telemetry.time, "monotonic", lambda: now[0])
+    e, rounds = engine(), {0: {"round": 0}, 1: {"round": 0}, 2: {}}
+    board = telemetry.Board({}, SimpleNamespace(everyone=lambda: rounds))
+    for second in range(30):
+        now[0], e.ledger.number = float(second), second
+        rounds[0]["round"] = second
+        rounds[1]["round"] = min(second, 5)     # alive, and stuck in its sixth round
+        board.update(e)
+        late = second - telemetry.ROUND_SECONDS > 6
+        assert board.behind() == ({1: 5} if late else {}), second

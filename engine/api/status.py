@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from engine.hub import SERVING
-from engine.telemetry import patch
+from engine.telemetry import ROUND_SECONDS, patch
 
 STUCK = 30.0            # seconds of one round after which the loop counts as stuck
 EVERY = 0.25            # seconds between two telemetry events
@@ -56,6 +56,13 @@ def judge(hub, board):
         rank, seconds = max(late.items(), key=lambda item: item[1])
         found |= {"status": "late", "rank": rank, "since": time.time() - seconds,
                   "reason": f"rank {rank} has not answered for {seconds:.1f} s"}
+        return False, found
+    behind = board.behind()
+    if behind:
+        rank, last = min(behind.items(), key=lambda item: item[1])
+        found |= {"status": "late", "rank": rank, "since": time.time() - ROUND_SECONDS,
+                  "reason": f"rank {rank} is alive but has not computed a round for "
+                  f"{ROUND_SECONDS:g} s; its last is {last}"}
         return False, found
     still = time.monotonic() - board.moved
     if still > STUCK:
