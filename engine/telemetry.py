@@ -69,13 +69,14 @@ class Board:
         self._facts, self._pulse = facts, pulse
         self.latest = dict(facts)
         self.moved = time.monotonic()
+        self.watchers = 0                   # open /telemetry streams; the HTTP thread counts
         self.fault = None
         self._due = 0                       # the round that every rank must have computed by now
         self._rounds = collections.deque()  # (time.monotonic, round) since ROUND_SECONDS ago
 
     def update(self, engine):
         """Make a new tree. On the loop's thread, between two rounds."""
-        self.latest = {**self._facts, **tree(engine, self._pulse)}
+        self.latest = {**self._facts, **tree(engine, self._pulse), "watchers": self.watchers}
         now = time.monotonic()
         self._rounds.append((now, engine.ledger.number))
         while now - self._rounds[0][0] > ROUND_SECONDS:

@@ -77,19 +77,23 @@ def judge(hub, board):
 
 async def _events(board):
     """A snapshot, then merge patches, as server-sent events."""
-    shown = board.latest
-    yield _event("snapshot", shown)
-    spoke = time.monotonic()
-    while True:
-        await asyncio.sleep(EVERY)
-        new = board.latest
-        change = patch(shown, new) if new is not shown else {}
-        if change:
-            yield _event("patch", change)
-            shown, spoke = new, time.monotonic()
-        elif time.monotonic() - spoke > KEEPALIVE:
-            yield ": alive\n\n"
-            spoke = time.monotonic()
+    board.watchers += 1
+    try:
+        shown = board.latest
+        yield _event("snapshot", shown)
+        spoke = time.monotonic()
+        while True:
+            await asyncio.sleep(EVERY)
+            new = board.latest
+            change = patch(shown, new) if new is not shown else {}
+            if change:
+                yield _event("patch", change)
+                shown, spoke = new, time.monotonic()
+            elif time.monotonic() - spoke > KEEPALIVE:
+                yield ": alive\n\n"
+                spoke = time.monotonic()
+    finally:
+        board.watchers -= 1
 
 
 def _event(kind, value):
