@@ -8,6 +8,9 @@ ranks=""
 hosts=""
 dry_run=no
 supervise=no
+console=auto
+port=8114
+key=""
 engine=()
 
 usage() {
@@ -15,7 +18,8 @@ usage() {
 usage: ./mpi_launch.sh [-n RANKS] [--hosts A,B,C] [--model PATH] [engine options]
        ./mpi_launch.sh test [pytest options]
 
-Makes .venv and installs what is missing, then starts the engine's ranks with mpirun.
+Makes .venv and installs what is missing, then starts the engine's ranks with mpirun, on a
+terminal together with the console, which stops them when it is left.
 
   -n RANKS        ranks, 1 to 8 (default: one a host with --hosts, else 6)
   --hosts A,B,C   machines to start them on; each needs this folder at the same path, with its
@@ -23,6 +27,7 @@ Makes .venv and installs what is missing, then starts the engine's ranks with mp
   --model PATH    model folder (default: the embedded model)
   --supervise     hold the port, and start the engine again when it fails: clients get errors to
                   try again on (503), not closed doors
+  --no-tui        no console: serve, and chat by lines; --tui: the console, terminal or not
   --dry-run       print the command and stop
   -h, --help      print this and stop
   test            install what the tests need and run them
@@ -137,6 +142,10 @@ launch() {
     else
         command=("$venv/bin/python" -m engine.keeper "${command[@]}" ${engine[@]+"${engine[@]}"})
     fi
+    if [[ $console == yes ]]; then
+        command=("$venv/bin/python" -m tui --connect "http://127.0.0.1:$port"
+                 ${key:+--api-key "$key"} --start "${command[@]}")
+    fi
     if [[ $dry_run == yes ]]; then
         printf '%q ' "${command[@]}"
         printf '\n'
@@ -174,9 +183,17 @@ while (($#)); do
         --hosts=*) hosts=${1#*=}; shift ;;
         --dry-run) dry_run=yes; shift ;;
         --supervise) supervise=yes; shift ;;
+        --tui) console=yes; shift ;;
+        --no-tui) console=no; shift ;;
+        --port=*) port=${1#*=}; engine+=("$1"); shift ;;
+        --port) value_of "$1" $#; port=$2; engine+=("$1" "$2"); shift 2 ;;
+        --api-key=*) key=${1#*=}; engine+=("$1"); shift ;;
+        --api-key) value_of "$1" $#; key=$2; engine+=("$1" "$2"); shift 2 ;;
+        plan | bench | --prompt=* | --prompt-ids=*) one_shot=yes; engine+=("$1"); shift ;;
         -h | --help) usage; exit 0 ;;
         # A text may look like an option of this script.
-        --prompt | --prompt-ids | --system) value_of "$1" $#; engine+=("$1" "$2"); shift 2 ;;
+        --prompt | --prompt-ids) value_of "$1" $#; one_shot=yes; engine+=("$1" "$2"); shift 2 ;;
+        --system) value_of "$1" $#; engine+=("$1" "$2"); shift 2 ;;
         *) engine+=("$1"); shift ;;
     esac
 done
@@ -187,6 +204,10 @@ if [[ $hosts ]]; then
     : "${ranks:=$((${#commas} + 1))}"
 fi
 : "${ranks:=6}"
+if [[ $console == auto ]]; then
+    # A free port (0) is known to the engine alone, so a console could not find it.
+    if [[ -t 0 && -t 1 && ! ${one_shot:-} && $port != 0 ]]; then console=yes; else console=no; fi
+fi
 [[ $ranks =~ ^[1-8]$ ]] || die "-n '$ranks' is not a number of ranks" "-n 1 to -n 8"
 if [[ $dry_run == no ]]; then ensure ${extras[@]+"${extras[@]}"}; fi
 launch

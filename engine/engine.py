@@ -12,6 +12,7 @@ import numpy as np
 
 from engine.backend import BACKENDS, choose, make_pool
 from engine.forward import Rows
+from engine.memory import page_bytes
 from engine.round import Ledger, pack, unpack
 from engine.sample import choose as choose_token
 from engine.scheduler import Scheduler
@@ -50,6 +51,7 @@ class Engine:
                                    config.round_ms / 1e3)
         self.seconds = {"prefill": 0.0, "decode": 0.0}
         self.tokens = {"prefill": 0, "decode": 0}
+        self.page_bytes = sum(size for _, size in page_bytes(shape, self.config, 1))
         self.meters = Meters()
         self.ledger = Ledger(self.backend.table, world.rank)
 

@@ -112,7 +112,7 @@ def tree(engine, pulse):
         "classes": [{"class": c, **n._asdict(), "conversations": sum(
             s.lease.owner == c for s in leased), "windows_free": n.free + n.kept}
             for c, n in enumerate(classes)],
-        "pool": {"page_rows": page_rows,
+        "pool": {"page_rows": page_rows, "page_bytes": engine.page_bytes,
                  "tokens": page_rows * sum(n.total for n in classes),
                  "tokens_leased": page_rows * sum(n.leased for n in classes),
                  "tokens_kept": page_rows * sum(n.kept for n in classes),

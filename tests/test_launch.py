@@ -61,6 +61,16 @@ def test_supervised_the_front_gets_the_options():
                          f"{VENV}/python", "-m", "engine"]
 
 
+@pytest.mark.parametrize("options, url, key", [
+    ((), "http://127.0.0.1:8114", []), (("--port", "80"), "http://127.0.0.1:80", []),
+    (("--port=81", "--api-key=k"), "http://127.0.0.1:81", ["--api-key", "k"])])
+def test_the_console_starts_the_engine(options, url, key):
+    words = shlex.split(launch("--dry-run", "--tui", "-n", "2", *options).stdout)
+    start = words.index("--start")
+    assert words[:start] == [f"{VENV}/python", "-m", "tui", "--connect", url, *key]
+    assert words[start + 1:] == shlex.split(launch("--dry-run", "-n", "2", *options).stdout)
+
+
 @pytest.mark.parametrize("signal, code", [("", 7), ("kill -9 $$; ", 128 + 9)])
 def test_the_shell_above_a_rank_passes_its_code_on(signal, code):
     rank = ["sh", "-c", f"{signal}exit 7"]
@@ -87,8 +97,8 @@ def test_the_systems_mpirun_and_its_switches(version, hosts, tmp_path):
 def test_help_says_what_there_is():
     done = launch("--help")
     assert done.returncode == 0 and done.stderr == ""
-    for word in ("-n RANKS", "--hosts", "--model", "--supervise", "--dry-run", "test",
-                 "SPARKGRID_MPI"):
+    for word in ("-n RANKS", "--hosts", "--model", "--supervise", "--no-tui", "--dry-run",
+                 "test", "SPARKGRID_MPI"):
         assert word in done.stdout
 
 

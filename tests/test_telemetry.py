@@ -81,7 +81,7 @@ def engine():
     scheduler = Scheduler(Pool(12, 3, "owner"), 2, 256, 64, 64, 512)
     return SimpleNamespace(
         scheduler=scheduler, pool=scheduler.pool, meters=Meters(),
-        config=SimpleNamespace(page_rows=64), world=SimpleNamespace(size=3),
+        config=SimpleNamespace(page_rows=64), page_bytes=4096, world=SimpleNamespace(size=3),
         ledger=SimpleNamespace(number=7), tokens={"prefill": 1, "decode": 2},
         seconds={"prefill": 0.5, "decode": 0.25})
 

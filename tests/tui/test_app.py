@@ -1,0 +1,356 @@
+# pytest tests/tui/test_app.py
+"""The console over a canned engine at three sizes: its views, help, themes, and what it does when
+the engine is gone, back, another one, unwell, or lies."""
+
+import asyncio
+import re
+import subprocess
+import sys
+
+import pytest
+
+from textual.binding import Binding
+
+from canned_server import CannedServer, tree, wrong
+from serving import Serve
+from tui import app as app_file
+from tui import link
+from tui.app import DARK, LIGHT, Console
+from tui.banner import Banner
+from tui.client import Client
+from tui.help import Help
+from tui.messages import CancelRequest, Telemetry
+from tui.once import report
+from tui.state import faults
+
+pytestmark = pytest.mark.anyio
+SIZES = [(80, 24), (120, 40), (240, 60)]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Tries and looks at /health that do not take seconds."""
+    monkeypatch.setattr(link, "BACKOFF", (0.2,))
+    monkeypatch.setattr(app_file, "HEALTH", 0.1)
+
+
+def notes(app):
+    return [note["text"] for note in app.history.notes]
+
+
+def line_of(app):
+    """What the banner says; it must be what is shown."""
+    banner = app.query_one(Banner)
+    assert banner.display == bool(banner.line)
+    return banner.line
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("size", [(20, 5), (40, 10), (300, 100)], ids=str)
+async def test_odd_sizes_do_no_harm(console, server, until, screen_text, size):
+    async with console(server, size) as (app, pilot):
+        await until(lambda: app.state, "the first tree")
+        for key in ("f3", "f1", "f1", "f2"):
+            await pilot.press(key)
+            await pilot.pause()
+            assert len(screen_text(app).splitlines()) <= size[1]
+
+
+async def test_a_resize_is_followed(console, server, until, screen_text):
+    async with console(server, (240, 60)) as (app, pilot):
+        await until(lambda: app.state, "the first tree")
+        for size in ((80, 24), (120, 40), (60, 15), (240, 60)):
+            await pilot.resize_terminal(*size)
+            await pilot.pause(0.1)
+            lines = screen_text(app).splitlines()
+            assert len(lines) == size[1] and "Dashboard" in lines[0]
+
+
+# ---- views, help, themes -------------------------------------------------------------------------
+
+async def test_keys_and_clicks_change_the_view(console, server, until, screen_text):
+    async with console(server) as (app, pilot):
+        await until(lambda: app.state, "the first tree")
+        views = app.query_one("#views")
+        assert views.current == "dashboard" and app.focused in app.query("#dashboard *")
+        await pilot.press("f3")
+        await until(lambda: app.focused in app.query("#chat *"), "the chat's focus")
+        assert views.current == "chat"
+        await pilot.press("h", "i")
+        await pilot.press("f2")
+        assert views.current == "dashboard" and app.focused in app.query("#dashboard *")
+        await pilot.click("#to-chat", offset=(4, 0))
+        assert views.current == "chat"
+        await pilot.pause()
+        assert "hi" in screen_text(app)
+        await pilot.click("#to-dashboard", offset=(4, 0))
+        assert views.current == "dashboard"
+
+
+async def test_help_names_every_key(console, server, until):
+    async with console(server, (120, 40)) as (app, pilot):
+        await until(lambda: app.state, "the first tree")
+        for view in ("f2", "f3"):
+            await pilot.press(view, "f1")
+            await pilot.pause()
+            assert isinstance(app.screen, Help)
+            told = " ".join(str(w.render()) for w in app.screen.query(".keys, .what"))
+            main = app.screen_stack[0]
+            for node in (app, *main.walk_children()):
+                if not type(node).__module__.startswith("tui."):
+                    continue
+                for binding in Binding.make_bindings(type(node).__dict__.get("BINDINGS", [])):
+                    assert app.get_key_display(binding) in told, binding
+            for word in ("owner class", "leased", "TTFT", "striped"):
+                assert word in told
+            await pilot.press("escape")
+            assert not isinstance(app.screen, Help)
+        await pilot.press("f1", "f1")
+        assert len(app.screen_stack) == 1
+
+
+async def test_light_and_dark(console, server, until):
+    async with console(server) as (app, pilot):
+        await until(lambda: app.state, "the first tree")
+        dark = app.screen.styles.background.brightness
+        await pilot.press("f9")
+        await pilot.pause()
+        assert app.theme == LIGHT and app.screen.styles.background.brightness > dark + 0.5
+        await pilot.press("f9")
+        assert app.theme == DARK
+
+
+async def test_the_snapshot_is_copied(console, server, until):
+    async with console(server) as (app, pilot):
+        await until(lambda: app.state, "the first tree")
+        commands = {c.title: c.callback for c in app.get_system_commands(app.screen)}
+        commands["Copy snapshot"]()
+        assert app.clipboard == report(app.state, server.url)
+        assert {"Dashboard", "Chat", "Help", "Light or dark", "Reconnect"} <= set(commands)
+
+
+# ---- what the engine does ------------------------------------------------------------------------
+
+async def test_figures_follow_the_engine(console, server, until, screen_text):
+    async with console(server) as (app, pilot):
+        await until(lambda: app.state, "the first tree")
+        for i in range(1, 9):
+            server.change({"time": tree()["time"] + i / 4, "refused": 700 + i,
+                           "tokens": {"decode": 5000 + 10 * i}})
+            await pilot.pause(0.06)
+        await until(lambda: "refused 708" in screen_text(app), "the newest count")
+        assert app.history.rate("decode") == pytest.approx(40) and "40 tok/s" in screen_text(app)
+
+
+async def test_an_engine_that_is_gone_and_back(console, server, until, screen_text, quick):
+    async with console(server) as (app, pilot):
+        await until(lambda: app.up, "the engine")
+        assert line_of(app) == ""
+        server.stop()
+        await until(lambda: app.up is False, "its end")
+        await until(lambda: "no engine answers" in line_of(app), "the reason")
+        assert re.search(r"✗ no engine answers at http://127.0.0.1:\d+: Connection refused\. Lost "
+                         r"for \d\.\d s; (next try in 1 s \(F5: now\)|trying now)", line_of(app))
+        await until(lambda: "Connection refused" in screen_text(app), "the banner")
+        assert "✗ lost" in screen_text(app) and app.dashboard.has_class("old")
+        server.start()
+        await until(lambda: app.up, "the engine again")
+        await pilot.pause()
+        assert line_of(app) == "" and "● live" in screen_text(app)
+        assert not app.dashboard.has_class("old")
+        told = notes(app)
+        assert told[0] == told[-1] == "the engine answers" and len(told) == 3
+
+
+async def test_before_there_is_an_engine(console, server, until, screen_text, quick):
+    server.stop()
+    async with console(server) as (app, pilot):
+        await until(lambda: "Connection refused" in screen_text(app), "the banner")
+        server.start()
+        await until(lambda: app.state and line_of(app) == "", "the engine")
+
+
+async def test_f5_ends_the_countdown(console, server, until, monkeypatch):
+    monkeypatch.setattr(link, "BACKOFF", (60.0,))
+    server.mode = "500"
+    async with console(server) as (app, pilot):
+        await until(lambda: "next try in 60 s" in line_of(app), "the countdown")
+        assert "rank 1 is lost" in line_of(app)
+        await until(lambda: "next try in 59 s" in line_of(app), "the countdown")
+        server.mode = "ok"
+        await pilot.press("f5")
+        await until(lambda: app.up, "the engine")
+
+
+async def test_an_engine_started_again_is_noticed(console, server, until, quick):
+    async with console(server) as (app, pilot):
+        await until(lambda: app.state, "the first tree")
+        server.stop()
+        await until(lambda: app.up is False, "its end")
+        server.tree = {**tree(), "started": 1_800_000_500.0, "tokens": {"decode": 1}}
+        server.start()
+        await until(lambda: app.up, "the engine")
+        await until(lambda: any("started again" in note for note in notes(app)), "the note")
+        await until(lambda: app.state["tokens"] == {"decode": 1}, "its tree")
+        assert len(app.history.samples) == 1
+
+
+async def test_a_fault_and_an_engine_that_is_not_well(console, server, until, screen_text, quick):
+    async with console(server) as (app, pilot):
+        await until(lambda: app.state, "the first tree")
+        server.health = 503, {"status": "late", "reason": "rank 1 has not answered for 4.0 s"}
+        await until(lambda: line_of(app), "the banner")
+        assert line_of(app) == "! not well: late: rank 1 has not answered for 4.0 s"
+        server.change({"fault": "rank 1 is lost"})
+        await until(lambda: line_of(app) == "✗ fault: rank 1 is lost", "the fault")
+        server.change({"fault": None})
+        server.health = 200, {"status": "ok"}
+        await until(lambda: line_of(app) == "", "its end")
+        assert "the engine is well" in notes(app)
+        assert len([n for n in notes(app) if "4.0 s" in n]) == 1
+
+
+async def test_a_key_that_is_wrong(console, server, until, quick):
+    server.key = "secret"
+    async with console(server, key="wrong") as (app, pilot):
+        await until(lambda: "the API key is missing or wrong" in line_of(app), "the reason")
+        assert "--api-key" in line_of(app)
+
+
+@pytest.mark.parametrize("mode", ["html", "json", "cut", "types", "stall"])
+@pytest.mark.parametrize("size", SIZES[:2], ids=str)
+async def test_lies_are_survived(console, server, until, screen_text, quick, mode, size):
+    server.mode = mode
+    async with console(server, size) as (app, pilot):
+        await pilot.pause(0.5)
+        for key in ("1", "2", "3", "4", "5", "f3", "f2"):
+            await pilot.press(key)
+            await pilot.pause()
+        if mode == "types":
+            await until(lambda: "the engine's world is not a number" in notes(app), "the note")
+            assert len(set(notes(app))) == len(notes(app))
+        server.mode = "dead"
+        await pilot.pause(0.1)
+        server.mode = "ok"
+        if mode == "stall":
+            server.stop()
+            server.start()
+        await until(lambda: app.state == tree() and app.up, "the truth")
+        assert line_of(app) == ""
+
+
+async def test_lies_in_patches_are_survived(console, server, until, screen_text):
+    async with console(server, (240, 60)) as (app, pilot):
+        await until(lambda: app.state, "the first tree")
+        lie = wrong(tree())
+        for name in tree():
+            for value in (lie[name], None, 0, -1, 1e308, "\x1b[2J[red]x[/]", [], {}, [[]],
+                          [{}, {}], {"tokens": {"a": 1}}):
+                app.post_message(Telemetry({**tree(), name: value}, 0.0))
+                await pilot.pause()
+        app.post_message(Telemetry(tree(), 0.0))
+        await pilot.pause(0.3)
+        assert "\x1b" not in screen_text(app) and app.is_running
+
+
+async def test_a_request_is_cancelled(console, server, until):
+    async with console(server) as (app, pilot):
+        await until(lambda: app.state, "the first tree")
+        app.query_one("#dashboard").post_message(CancelRequest(41))
+        await until(lambda: server.cancelled == [41], "the request's end")
+        await until(lambda: "request 41 was cancelled" in notes(app), "the note")
+        app.query_one("#dashboard").post_message(CancelRequest(41))
+        await until(lambda: "request 41 had ended already" in notes(app), "the note")
+        server.mode = "500"
+        app.query_one("#dashboard").post_message(CancelRequest(40))
+        await until(lambda: any("rank 1 is lost" in n for n in notes(app)), "the reason")
+
+
+async def test_a_chat(console, server, until, screen_text):
+    server.say("The **answer** is 42.", reasoning="Let me think.")
+    async with console(server) as (app, pilot):
+        await until(lambda: app.state, "the first tree")
+        await pilot.press("f3")
+        await pilot.pause()
+        await pilot.press(*"What?", "enter")
+        await until(lambda: "42." in screen_text(app), "the reply")
+        assert server.asked[0]["messages"] == [{"role": "user", "content": "What?"}]
+        await pilot.press("f2", "f3")
+        assert app.is_running
+
+
+# ---- a real engine -------------------------------------------------------------------------------
+
+@pytest.mark.mpi
+async def test_two_real_ranks(until, screen_text):
+    with Serve(2) as engine:
+        app = Console(Client(engine.url))
+        async with app.run_test(size=(120, 40)) as pilot:
+            await until(lambda: len(app.state.get("ranks", ())) == 2, "two ranks")
+            assert faults(app.state) == []
+            once = await asyncio.to_thread(
+                subprocess.run, [sys.executable, "-m", "tui", "--once", "--connect", engine.url],
+                capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
+            assert once.returncode == 0 and ": mini, 2 ranks, up " in once.stdout
+            await pilot.press("f3")
+            await pilot.pause()
+            await pilot.press(*"Hello", "enter")
+            await until(lambda: "How can I help you?" in screen_text(app), "the reply")
+            await pilot.press("f2")
+            await until(lambda: app.state["tokens"]["decode"] > 5, "its tokens")
+            await until(lambda: "● live" in screen_text(app), "the dashboard")
+            assert line_of(app) == "" and notes(app) == ["the engine answers"]
+            stream = engine.stream([300] * 3500, 500)     # seconds of prefill
+            await until(lambda: app.state["requests"], "a request")
+            for request in app.state["requests"]:
+                app.post_message(CancelRequest(request["id"]))
+            await until(lambda: not app.state["requests"], "its end")
+            await until(lambda: stream.end, "the stream's end")
+            assert [n for n in notes(app) if "was cancelled" in n]
+
+
+# ---- recordings ----------------------------------------------------------------------------------
+
+async def test_a_replay(until, screen_text):
+    events = [(0.0, "snapshot", tree(3)), (0.3, "patch", {"refused": 432})]
+    app = Console(None, replay=events)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(lambda: "refused 432" in screen_text(app), "the patch")
+        await until(lambda: line_of(app) == "! the recording has ended", "its end")
+        assert "a recording" in screen_text(app)
+        await pilot.press("f3")
+        assert "A recording has no engine to talk to." in screen_text(app)
+        app.query_one("#dashboard").post_message(CancelRequest(1))
+        await pilot.pause()
+        assert app.is_running
+
+
+async def test_a_console_that_records(console, server, until):
+    events = []
+
+    def record(kind, data):
+        events.append((kind, data))
+        record.failed = "the disk is full" if len(events) == 2 else None
+    record.failed = None
+    async with console(server, record=record) as (app, pilot):
+        await until(lambda: app.state, "the first tree")
+        server.change({"rounds": 7})
+        await until(lambda: "the disk is full" in notes(app), "the note")
+        server.change({"rounds": 8})
+        await until(lambda: app.state["rounds"] == 8, "the tree")
+    assert events == [("snapshot", tree()), ("patch", {"rounds": 7})]       # and no third
+
+
+async def test_many_engines_do_not_pile_up(console, until, quick):
+    with CannedServer(tree()) as server:
+        async with console(server) as (app, pilot):
+            for i in range(5):
+                await until(lambda: app.up, "the engine")
+                server.mode = "dead"
+                await until(lambda: app.up is False, "its end")
+                server.mode = "ok"
+            await until(lambda: app.up, "the engine")
+            assert server.watching == 1
+        await asyncio.sleep(0.1)
+        assert server.watching == 0

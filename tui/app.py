@@ -1,0 +1,294 @@
+"""The console's application: two views of one engine, kept in touch with it by tui.link.
+
+The newest tree is in `state`, what happened to it over time in `history`. Messages of the link
+arrive here and go to the parts that show them; nothing below this file knows where a tree comes
+from, so a recording is shown by the same code.
+"""
+
+import asyncio
+import os
+import signal
+import threading
+
+from textual import on, work
+from textual.app import App, SystemCommand
+from textual.binding import Binding
+from textual.widgets import ContentSwitcher, Footer, Static
+
+from tui import link, once
+from tui.banner import Banner
+from tui.bar import Bar
+from tui.chat.chat import Chat
+from tui.client import ClientError
+from tui.dashboard import Dashboard
+from tui.help import Help
+from tui.leave import LEAVE, Leave
+from tui.messages import CancelRequest, Health, Link, Note, Restarted, Telemetry
+from tui.state import History, faults, number, text
+
+HEALTH = 3.0                    # seconds between two looks at /health
+GRACE = 3.0                     # seconds that leaving on a signal may take
+DARK, LIGHT = "textual-dark", "textual-light"
+
+
+class Console(App):
+    """client: tui.client.Client, or None with replay, a list of (seconds, kind, data).
+
+    record: None, or what to call with every event of the engine's (tui.record.Recorder).
+    """
+
+    TITLE = "sparkgrid"
+    CSS_PATH = "styles.tcss"
+    BINDINGS = [
+        Binding("f1", "help", "Help", priority=True, tooltip="This help"),
+        Binding("f2", "view('dashboard')", "Dashboard", priority=True,
+                tooltip="Show the dashboard"),
+        Binding("f3", "view('chat')", "Chat", priority=True, tooltip="Show the chat"),
+        Binding("f5", "hurry", "Reconnect", show=False, priority=True,
+                tooltip="Try the engine now instead of at the end of the countdown"),
+        Binding("f9", "light", "Light/dark", show=False, priority=True,
+                tooltip="Light or dark; the command palette has more themes"),
+        Binding("ctrl+p", "command_palette", "Commands", show=False, priority=True,
+                tooltip="All commands by name (command palette)"),
+        Binding("ctrl+q", "quit", "Quit", priority=True, tooltip="Leave the console; the engine "
+                "and requests of others go on"),
+    ]
+
+    def __init__(self, client, replay=None, record=None, engine=None):
+        super().__init__()
+        self.client, self.replay, self.record = client, replay, record
+        self.engine = engine                # tui.starter.Started, where this console started it
+        self.state, self.history = {}, History()
+        self.up = None                      # whether the engine answers, None before it is known
+        self._told = set()                  # faults of the tree that have been noted
+        self._hurry = asyncio.Event()
+        self._status = "ok"
+        self.bar = Bar(client.url if client else "a recording", replay=client is None)
+        self.banner, self.dashboard = Banner(), Dashboard(id="dashboard")
+
+    def compose(self):
+        yield self.bar
+        yield self.banner
+        with ContentSwitcher(initial="dashboard", id="views"):
+            yield self.dashboard
+            yield (Chat(id="chat") if self.client else
+                   Static("A recording has no engine to talk to.", id="chat"))
+        yield Footer()
+
+    def on_mount(self):
+        self.theme = DARK
+        self._running_loop = asyncio.get_running_loop()
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(signum, self._leave)
+        self.watch_engine()
+        if self.client:
+            self.watch_health()
+        if self.engine:
+            self._watch = self.set_interval(0.5, self._watch_started)
+
+    def _leave(self, signum, frame):
+        """End on a signal, with the terminal as it was. Without one (SIGHUP) nothing more is
+        written, and what was being written then, for ever, ends the hard way."""
+        if signum == signal.SIGHUP and self._driver:
+            self._driver.write = lambda data: None
+
+        def hard():
+            if self.engine and not self.engine.left:
+                self.engine.stop()
+            os._exit(128 + signum)
+        last = threading.Timer(GRACE, hard)
+        last.daemon = True
+        last.start()
+        self._running_loop.call_soon_threadsafe(self.exit)
+
+    async def on_unmount(self):
+        if self.client:
+            await self.client.close()
+
+    # --- from the engine ------------------------------------------------------------------------
+
+    @work(group="link")
+    async def watch_engine(self):
+        """The loop of tui.link, as long as the app runs."""
+        if self.client:
+            await link.run(self.client, self.post_message, self._record, self._hurry)
+        else:
+            await link.replay(self.replay, self.post_message)
+
+    def _record(self, kind, data):
+        if self.record and not self.record.failed:
+            self.record(kind, data)
+            if self.record.failed:
+                self.note("fault", self.record.failed)
+
+    @work(group="link")
+    async def watch_health(self):
+        """Ask /health while the engine answers: its telemetry does not say that a rank is late."""
+        while True:
+            await asyncio.sleep(HEALTH)
+            if not self.up:
+                continue
+            try:
+                _, found = await self.client.health()
+            except ClientError:
+                continue                    # the link says so, and better
+            self.post_message(Health(text(found, "status") or "?", text(found, "reason") or ""))
+
+    @on(Telemetry)
+    def _telemetry(self, message):
+        self.state = message.state
+        self.history.add(self.state, message.seconds)
+        for line in faults(self.state):
+            if line not in self._told:
+                self._told.add(line)
+                self.history.note("warning", line)
+        self.banner.fault(text(self.state, "fault"))
+        self.bar.engine(self.state)
+        self._show()
+
+    @on(Link)
+    def _link(self, message):
+        if message.up != self.up:
+            self.note("fault" if self.client and not message.up else "info",
+                      message.reason if not message.up else
+                      "the engine answers" if self.client else "the recording begins")
+        self.up = message.up
+        self.banner.link(message.up, message.reason, message.retry_in)
+        self.bar.link(message.up)
+        self.dashboard.set_class(bool(self.client) and not message.up, "old")
+
+    @on(Health)
+    def _health(self, message):
+        if message.status != self._status:
+            self.note("info" if message.status == "ok" else "fault",
+                      "the engine is well" if message.status == "ok"
+                      else f"the engine is {message.status}: {message.reason}")
+        self._status = message.status
+        self.banner.health(message.status, message.reason)
+
+    @on(Restarted)
+    def _restarted(self, message):
+        self.history.clear()
+        self._told.clear()
+        self.note("warning", "the engine was started again: its conversations and counts are new")
+
+    def _watch_started(self):
+        """Say so, once, when the engine that was started here has ended by itself."""
+        if self.engine.code is not None:
+            self._watch.stop()
+            line = self.engine.ended()
+            self.note("fault", line)
+            self.notify(once.plain(line), title="the engine", severity="error", timeout=60,
+                        markup=False)
+
+    # --- from the views -------------------------------------------------------------------------
+
+    @on(Note)
+    def _note(self, message):
+        self.note(message.level, message.text)
+
+    def note(self, level, line):
+        """A line of the console's own in the log."""
+        self.history.note(level, once.plain(line))
+        self._show()
+
+    @on(CancelRequest)
+    def _cancel(self, message):
+        if self.client:
+            self.cancel(message.id)
+        else:
+            self.notify("a recording has no requests to cancel", severity="warning")
+
+    @work(group="cancel")
+    async def cancel(self, number):
+        """Ask the engine to end a request, and say what came of it."""
+        try:
+            ended = await self.client.cancel(number)
+        except ClientError as e:
+            self.notify(once.plain(e.message), title=f"request {number}", severity="error",
+                        markup=False)
+            self.note("fault", f"request {number} was not cancelled: {e.message}")
+        else:
+            self.note("info", f"request {number} was cancelled" if ended
+                      else f"request {number} had ended already")
+
+    def _show(self):
+        if self.dashboard.is_attached:
+            self.dashboard.update(self.state, self.history)
+
+    # --- actions --------------------------------------------------------------------------------
+
+    def action_view(self, name):
+        """Show a view and give it the focus."""
+        self.query_one(ContentSwitcher).current = name
+        self.bar.shown = name
+        view = self.query_one(f"#{name}")
+        first = next((w for w in self.screen_stack[0].focus_chain if view in w.ancestors), None)
+        if first and view not in (self.focused.ancestors if self.focused else ()):
+            first.focus()
+        self._show()
+
+    def action_help(self):
+        """The help screen, or away with it."""
+        if isinstance(self.screen, Help):
+            self.pop_screen()
+        else:
+            self.push_screen(Help())
+
+    def action_hurry(self):
+        """End the countdown."""
+        self._hurry.set()
+
+    async def action_quit(self):
+        """End; where the engine was started here and others use it, ask what becomes of it."""
+        why = self._used_by_others()
+        if why is None:
+            return self.exit()
+        self.push_screen(Leave(why), self._left)
+
+    def _used_by_others(self):
+        """Who else uses the engine that was started here, in words; None for nobody."""
+        if self.engine is None or self.engine.code is not None or not self.up:
+            return None
+        others = (number(self.state, "watchers") or 1) - 1
+        requests = self.state.get("requests")
+        running = len(requests) if isinstance(requests, list) else 0
+        if others < 1 and not running:
+            return None
+        parts = ([f"{others:.0f} other watcher{'s' * (others > 1)}"] * (others > 0)
+                 + [f"{running} request{'s' * (running > 1)}"] * (running > 0))
+        return " and ".join(parts) + " would lose it"
+
+    def _left(self, choice):
+        if choice is not None:
+            self.engine.left = choice == LEAVE
+            self.exit()
+
+    def action_light(self):
+        """The light theme, or the dark one."""
+        self.theme = DARK if self.theme == LIGHT else LIGHT
+
+    def action_copy_state(self):
+        """The snapshot as text, to the clipboard."""
+        self.copy_to_clipboard(once.report(self.state, self.client.url if self.client else "-"))
+        self.notify("copied")
+
+    def get_key_display(self, binding):
+        """F1 as it is written on the key."""
+        shown = super().get_key_display(binding)
+        return shown.upper() if shown.startswith("f") and shown[1:].isdigit() else shown
+
+    def get_system_commands(self, screen):
+        """The command palette: what has a key, and some that have none."""
+        yield from super().get_system_commands(screen)
+        yield SystemCommand("Dashboard", "Show the dashboard (F2)",
+                            lambda: self.action_view("dashboard"))
+        yield SystemCommand("Chat", "Show the chat (F3)", lambda: self.action_view("chat"))
+        yield SystemCommand("Help", "All keys, signs and words (F1)", self.action_help)
+        yield SystemCommand("Light or dark", "Change between the two (F9)", self.action_light)
+        yield SystemCommand("Reconnect", "Try the engine now (F5)", self.action_hurry)
+        yield SystemCommand("Copy snapshot", "The engine's state as text, as --once prints it",
+                            self.action_copy_state)
+        for chat in self.screen_stack[0].query(Chat):
+            yield from chat.commands()
