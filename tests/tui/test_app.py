@@ -248,7 +248,7 @@ async def test_lies_in_patches_are_survived(console, server, until, screen_text)
             for value in (lie[name], None, 0, -1, 1e308, "\x1b[2J[red]x[/]", [], {}, [[]],
                           [{}, {}], {"tokens": {"a": 1}}):
                 app.post_message(Telemetry({**tree(), name: value}, 0.0))
-                await pilot.pause()
+            await pilot.pause()
         app.post_message(Telemetry(tree(), 0.0))
         await pilot.pause(0.3)
         assert "\x1b" not in screen_text(app) and app.is_running

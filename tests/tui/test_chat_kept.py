@@ -303,7 +303,7 @@ async def test_a_long_reply_is_a_window_on_its_parts(run, server):
 
 
 async def test_a_reply_that_grows_does_not_pull_the_reader_along(run, server):
-    server.say(numbered(3000), pace=0.001)
+    server.say(numbered(1800), pace=0.001)
 
     async def steps(d):
         await d.say("hi")
@@ -316,7 +316,7 @@ async def test_a_reply_that_grows_does_not_pull_the_reader_along(run, server):
         assert d.chat.query_one("Transcript").scroll_y == top
         await d.press("ctrl+end")
         await d.idle()
-        assert "Line 2999" in d.screen
+        assert "Line 1799" in d.screen
     await run(steps)
 
 

@@ -174,7 +174,7 @@ async def test_no_tree_is_too_odd(size, screen_text):
     app = Host()
     async with app.run_test(size=size) as pilot:
         for i, state in enumerate([{}, wrong(base), *(
-                twisted(base, rng, places) for _ in range(150)), {}]):
+                twisted(base, rng, places) for _ in range(50)), {}]):
             history.add(state, float(i))
             if i % 4 == 0:
                 await pilot.press(rng.choice([*PAGES, "z", "x", "h", "[", "]"]))
