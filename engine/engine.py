@@ -38,8 +38,7 @@ class Engine:
     """One rank's engine, made on every rank from the same Config; rank 0 drives, the others follow.
 
     shape, weights: as engine.backend.load gives them. seconds: wall time by phase on this rank
-    ("prefill",
-    "decode"). tokens: prompt tokens prefilled and reply tokens decoded.
+    ("prefill", "decode"). tokens: prompt tokens prefilled and reply tokens decoded.
     """
 
     def __init__(self, config, world, shape, weights):

@@ -103,14 +103,13 @@ def tree(engine, pulse):
     ranks = pulse.everyone()
     page_rows, meters = engine.config.page_rows, engine.meters
     maps = page_map(pool)
-    leased = [s for s in scheduler.live.values()]
     return {
         "time": time.time(),
         "rounds": engine.ledger.number,
         "ranks": [_rank(r, ranks.get(r, {}), classes, replicated, maps)
                   for r in range(engine.world.size)],
         "classes": [{"class": c, **n._asdict(), "conversations": sum(
-            s.lease.owner == c for s in leased), "windows_free": n.free + n.kept}
+            s.lease.owner == c for s in scheduler.live.values()), "windows_free": n.free + n.kept}
             for c, n in enumerate(classes)],
         "pool": {"page_rows": page_rows, "page_bytes": engine.page_bytes,
                  "tokens": page_rows * sum(n.total for n in classes),
@@ -120,7 +119,7 @@ def tree(engine, pulse):
         "tokens": {**engine.tokens, "hit": scheduler.hit_tokens},
         "seconds": dict(engine.seconds),
         "queue": {"waiting": len(scheduler.waiting), "limit": scheduler.queue},
-        "requests": [_request(s, now) for s in (*leased, *scheduler.waiting)],
+        "requests": [_request(s, now) for s in (*scheduler.live.values(), *scheduler.waiting)],
         "kept": [{"seat": s.seat, "tokens": s.fed, "pages": s.lease.pages,
                   "owner": s.lease.owner, "idle": round(now - (s.latest or now), 1)}
                  for s in scheduler.kept.values()],

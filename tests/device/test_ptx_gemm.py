@@ -10,7 +10,7 @@ import pytest
 from numba import types
 
 from engine import gemm_experts, gemm_experts_many, gemm_few, gemm_ring, gemm_tile
-from engine.device import cuda
+from ptx import compiled
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("numba_cuda") is None,
                                 reason="numba-cuda is not installed")
@@ -41,15 +41,11 @@ def kernels(w):
                           (X, C, C, W, F, F) + (INT,) * 4)}
 
 
-def compile_ptx(kernel, signature, target):
-    return cuda.compile_ptx(kernel.py_func, signature, cc=target)[0]
-
-
 @pytest.mark.parametrize("target", [(9, 0), (12, 1)])
 @pytest.mark.parametrize("w", [types.uint16, types.uint8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("name", list(kernels(types.uint16)))
 def test_products(name, w, target):
-    text = compile_ptx(*kernels(w)[name], target)
+    text = compiled(*kernels(w)[name], target)
     assert f".target sm_{target[0]}{target[1]}" in text
     assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in text
     assert "call" not in text and ".local" not in text      # all inlined, all in registers
@@ -61,7 +57,7 @@ def test_products(name, w, target):
 
 @pytest.mark.parametrize("target", [(9, 0), (12, 1)])
 def test_order_and_combine(target):
-    text = compile_ptx(gemm_experts_many._order_kernel, (C, C, C, INT, INT), target)
+    text = compiled(gemm_experts_many._order_kernel, (C, C, C, INT, INT), target)
     assert "vote.sync.ballot" in text or "vote.ballot" in text
-    text = compile_ptx(gemm_experts_many._combine_kernel, (F, C, F, F, INT, INT), target)
+    text = compiled(gemm_experts_many._combine_kernel, (F, C, F, F, INT, INT), target)
     assert "fma.rn.f32" in text and "call" not in text

@@ -1,8 +1,7 @@
 # python -m pytest tests/device/test_ptx_model.py
 """Every kernel of engine/model compiles for the H200 and for the Spark, without a GPU.
 
-The PTX must hold no double arithmetic (a constant of the wrong type would bring it in) and no
-local memory (a register array that was indexed at run time would).
+What the PTX of each must hold is in tests/ptx.py.
 """
 
 import re
@@ -11,15 +10,11 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="PTX is compiled by numba-cuda: pip install .[cuda]")
 
-from numba import float32, int32, int64, types, uint16, uint32  # noqa: E402
+from numba import float32, int32, int64, uint16, uint32  # noqa: E402
 
-from engine.device import cuda  # noqa: E402
 from engine.model import (dense, embed, hyper_cuda, kda_chunk_cuda, kda_cuda,  # noqa: E402
                           mix_cuda, moe, norm, thirds)
-
-
-def flat(kind, dims):
-    return types.Array(kind, dims, "C")
+from ptx import check, compiled, flat  # noqa: E402
 
 
 F1, F2, F3, F4 = (flat(float32, d) for d in (1, 2, 3, 4))
@@ -62,18 +57,14 @@ KERNELS = {
 
 
 def ptx(name, cc):
-    kernel, signature = KERNELS[name]
-    return cuda.compile_ptx(kernel.py_func, signature, cc=cc)[0]
+    return compiled(*KERNELS[name], cc)
 
 
 @pytest.mark.parametrize("cc", [(9, 0), (12, 1)])
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles(name, cc):
     text = ptx(name, cc)
-    body = text[text.index("{"):]
-    assert f".target sm_{cc[0]}{cc[1]}" in text
-    assert ".f64" not in body
-    assert not re.search(r"\b(ld|st)\.local", body)
+    check(text, cc)
 
 
 @pytest.mark.parametrize("name", ["kda few 128", "kda recur 128"])
