@@ -2,13 +2,21 @@
 
 No double arithmetic (a constant of the wrong type would bring it in) and no local memory (a
 register array that was indexed at run time would).
+
+Nine tenths of a compile are Numba's: typing and lowering to NVVM IR, which asks of the target only
+whether it is past sm_75. So that is done once a kernel, for the first target, and libNVVM once a
+target; `test_texts_are_those_of_compile_ptx` of test_ptx_stages.py holds this against Numba's own
+way.
 """
 
+import functools
+import gc
 import re
 
 from numba import types
+from numba.cuda import compiler
 
-from engine.device import cuda
+TARGETS = (9, 0), (12, 1)       # an H200, a DGX Spark
 
 
 def flat(kind, dims):
@@ -16,9 +24,21 @@ def flat(kind, dims):
     return types.Array(kind, dims, "C")
 
 
+@functools.lru_cache(1)         # tests of one kernel follow one another; an IR is large
+def _library(kernel, signature):
+    """The NVVM IR of a kernel: the first half of `cuda.compile_ptx`."""
+    gc.disable()        # Numba makes millions of small objects: looking for cycles is a fifth
+    try:
+        return compiler._compile_pyfunc_with_fixup(kernel.py_func, signature, device=False,
+                                                   abi="numba", cc=TARGETS[0])[0]
+    finally:
+        gc.enable()
+
+
+@functools.cache
 def compiled(kernel, signature, cc):
-    """The PTX of a kernel for a compute capability."""
-    return cuda.compile_ptx(kernel.py_func, signature, cc=cc)[0]
+    """The PTX of a kernel for a compute capability: its text, whoever asks again."""
+    return _library(kernel, signature).get_asm_str(cc)
 
 
 def check(text, cc):

@@ -4,29 +4,23 @@
 No GPU is needed. sm_90 is an H200, sm_121 a DGX Spark.
 """
 
-import importlib.util
-
 import pytest
-from numba import types
 
-from engine import gemm_experts, gemm_experts_many, gemm_few, gemm_ring, gemm_tile
-from ptx import compiled
+pytest.importorskip("numba_cuda", reason="PTX is compiled by numba-cuda: pip install .[cuda]")
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("numba_cuda") is None,
-                                reason="numba-cuda is not installed")
+from numba import types  # noqa: E402
+
+from engine import (gemm_experts, gemm_experts_many, gemm_few, gemm_ring,  # noqa: E402
+                    gemm_tile)
+from ptx import TARGETS, compiled, flat  # noqa: E402
+
 INT, BOOL = types.int64, types.boolean
-
-
-def flat(kind):
-    return types.Array(kind, 1, "C")
-
-
-X, F, C = flat(types.uint16), flat(types.float32), flat(types.int32)
+X, F, C = (flat(kind, 1) for kind in (types.uint16, types.float32, types.int32))
 
 
 def kernels(w):
     """name -> (kernel, argument types) with weights of dtype w."""
-    W = flat(w)
+    W = flat(w, 1)
     product = (X, W, F, F) + (INT,) * 6 + (BOOL,)
     table = {f"few {form}": (gemm_few.gemv_kernel(*form), product) for form in ((2, 4), (4, 2))}
     table |= {f"ring {form}": (gemm_ring.ring_kernel(*form), product)
@@ -41,7 +35,7 @@ def kernels(w):
                           (X, C, C, W, F, F) + (INT,) * 4)}
 
 
-@pytest.mark.parametrize("target", [(9, 0), (12, 1)])
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("w", [types.uint16, types.uint8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("name", list(kernels(types.uint16)))
 def test_products(name, w, target):
@@ -55,9 +49,13 @@ def test_products(name, w, target):
     assert ("mul.rn.bf16x2" in text) == (w == types.uint8)
 
 
-@pytest.mark.parametrize("target", [(9, 0), (12, 1)])
-def test_order_and_combine(target):
+@pytest.mark.parametrize("target", TARGETS)
+def test_order(target):
     text = compiled(gemm_experts_many._order_kernel, (C, C, C, INT, INT), target)
     assert "vote.sync.ballot" in text or "vote.ballot" in text
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_combine(target):
     text = compiled(gemm_experts_many._combine_kernel, (F, C, F, F, INT, INT), target)
     assert "fma.rn.f32" in text and "call" not in text

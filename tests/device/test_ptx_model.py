@@ -14,7 +14,7 @@ from numba import float32, int32, int64, uint16, uint32  # noqa: E402
 
 from engine.model import (dense, embed, hyper_cuda, kda_chunk_cuda, kda_cuda,  # noqa: E402
                           mix_cuda, moe, norm, thirds)
-from ptx import check, compiled, flat  # noqa: E402
+from ptx import TARGETS, check, compiled, flat  # noqa: E402
 
 
 F1, F2, F3, F4 = (flat(float32, d) for d in (1, 2, 3, 4))
@@ -60,7 +60,7 @@ def ptx(name, cc):
     return compiled(*KERNELS[name], cc)
 
 
-@pytest.mark.parametrize("cc", [(9, 0), (12, 1)])
+@pytest.mark.parametrize("cc", TARGETS)
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles(name, cc):
     text = ptx(name, cc)

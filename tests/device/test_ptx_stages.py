@@ -13,8 +13,9 @@ pytest.importorskip("numba_cuda", reason="PTX is compiled by numba-cuda: pip ins
 from numba import boolean, float32, int32, int64, uint16, uint32, uint64  # noqa: E402
 
 from engine import device_history, transport  # noqa: E402
+from engine.device import cuda  # noqa: E402
 from engine.stages import attend_cuda, insert, merge, project, score_cuda  # noqa: E402
-from ptx import check, compiled, flat  # noqa: E402
+from ptx import TARGETS, check, compiled, flat  # noqa: E402
 
 
 F1, F2, F3, F4 = (flat(float32, d) for d in (1, 2, 3, 4))
@@ -46,7 +47,7 @@ def ptx(name, cc):
     return compiled(*KERNELS[name], cc)
 
 
-@pytest.mark.parametrize("cc", [(9, 0), (12, 1)])
+@pytest.mark.parametrize("cc", TARGETS)
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles(name, cc):
     text = ptx(name, cc)
@@ -61,3 +62,12 @@ def test_products_run_on_tensor_cores_and_loads_are_wide(name, products):
     assert len(re.findall(r"mma\.sync", text)) == products
     wide = r"ld\.global\S*v4\.u32" if name == "score" else r"cp\.async\.cg\.shared\.global\S* .*16"
     assert re.search(wide, text)
+
+
+@pytest.mark.parametrize("cc", TARGETS)
+def test_texts_are_those_of_compile_ptx(cc):
+    """But for names, which say how often Numba has compiled and for which target."""
+    kernel, signature = KERNELS["combine"]
+    ours, numbas = (re.sub(r"_ZN\w+?(?=_param_|\b)", "name", text) for text in (
+        compiled(kernel, signature, cc), cuda.compile_ptx(kernel.py_func, signature, cc=cc)[0]))
+    assert ours == numbas
