@@ -28,14 +28,13 @@ from numba import int32
 from engine.device import F32, FULL, U32, add_rn, cuda, fma, narrow
 from engine.gemm import FEW_ROWS, check, flat
 from engine.gemm_experts_many import Space, many_experts, swiglu
-from engine.gemm_few import TWO_A_SM, chainer
+from engine.gemm_few import TWO_A_SM, chain
 from engine.gemm_parts import BLOCK, PARTS, THREADS, row_offsets, store_parts, zeros
 
 # ---- few rows ----------------------------------------------------------------------------------
 
 PAIR = 256                      # words of a warp's 32 x 8 tile of sums
 PAIRS = PARTS * PAIR
-chain = chainer(2)
 
 
 @cuda.jit(**TWO_A_SM)
@@ -77,7 +76,7 @@ def _few_up_kernel(x, chosen, gate_up, scales, act, n, picks, c, K, shift, scale
             places[g] = place
         if left > 0:
             total = chain(x, gate_up, scales, row_offsets(row * K, 0, 0, 0, 0, 1), w_rows,
-                          scale_rows, K, warp, left, zeros(8))
+                          scale_rows, K, warp, left, zeros(8), 2)
             store_parts(found, warp * PAIR + lane, 32, total)
         cuda.syncthreads()
         mma_column = 2 * (lane & 3) + (warp & 1)
@@ -110,7 +109,7 @@ def _few_down_kernel(act, chosen, weights, down, scales, y, picks, D, K, shift, 
         scale_rows = row_offsets(expert * (((D - 1) >> shift) + 1) * scale_blocks, output, D - 1,
                                  shift, scale_blocks, 4)
         total = chain(act, down, scales, row_offsets((first + warp) * K, 0, 0, 0, 0, 1), w_rows,
-                      scale_rows, K, 0, blocks, zeros(8))
+                      scale_rows, K, 0, blocks, zeros(8), 2)
         store_parts(found, warp * PAIR + lane, 32, total)
     cuda.syncthreads()
     if thread < 32 and output + thread < D:

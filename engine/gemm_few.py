@@ -38,56 +38,52 @@ def taken(total, part, nothing, w, scales, scale_rows, weights, rows, b, first, 
     return total, part
 
 
-@functools.cache
-def chainer(depth):
-    """The device function `chain` with `depth` (2 or 4) blocks in flight."""
-
-    @cuda.jit(**INLINE)
-    def chain(x, w, scales, x_rows, w_rows, scale_rows, K, first, left, nothing):
-        """Sum over `left` blocks from block `first` on: a part, or all parts where first = 0 and
-        left = all blocks. Tuples are those of gemm_parts; `nothing` is a tuple of zeros."""
-        t = cuda.threadIdx.x & 3
-        lane = 16 * t if is_fp8(w) else 8 * t
-        blocks = (K + BLOCK - 1) // BLOCK
-        whole = K // BLOCK
-        b = first
-        total = nothing
-        part = nothing
-        while left > 0:
-            c = following(b, blocks)
-            d = following(c, blocks)
-            e = following(d, blocks)
-            last = max(b, c) if depth == 2 else max(max(b, c), max(d, e))
-            i = b * BLOCK + lane
-            if left >= depth and last < whole:
-                j = c * BLOCK + lane
-                k = d * BLOCK + lane
-                m = e * BLOCK + lane
-                w0 = load_weights(w, w_rows, i)
-                w1 = load_weights(w, w_rows, j)
-                if depth == 4:
-                    w2 = load_weights(w, w_rows, k)
-                    w3 = load_weights(w, w_rows, m)
-                total, part = taken(total, part, nothing, w, scales, scale_rows, w0,
-                                    load_rows(x, x_rows, i, w), b, first, blocks)
-                total, part = taken(total, part, nothing, w, scales, scale_rows, w1,
-                                    load_rows(x, x_rows, j, w), c, first, blocks)
-                b = d
-                if depth == 4:
-                    total, part = taken(total, part, nothing, w, scales, scale_rows, w2,
-                                        load_rows(x, x_rows, k, w), d, first, blocks)
-                    total, part = taken(total, part, nothing, w, scales, scale_rows, w3,
-                                        load_rows(x, x_rows, m, w), e, first, blocks)
-                    b = following(e, blocks)
-                left -= depth
-            else:
-                total, part = taken(total, part, nothing, w, scales, scale_rows,
-                                    load_weights_tail(w, w_rows, i, K),
-                                    load_rows_tail(x, x_rows, i, w, K), b, first, blocks)
-                b = c
-                left -= 1
-        return total
-    return chain
+@cuda.jit(**INLINE)
+def chain(x, w, scales, x_rows, w_rows, scale_rows, K, first, left, nothing, depth):
+    """Sum over `left` blocks from block `first` on: a part, or all parts where first = 0 and
+    left = all blocks, `depth` (a constant, 2 or 4) of them in flight. Tuples are those of
+    gemm_parts; `nothing` is a tuple of zeros."""
+    t = cuda.threadIdx.x & 3
+    lane = 16 * t if is_fp8(w) else 8 * t
+    blocks = (K + BLOCK - 1) // BLOCK
+    whole = K // BLOCK
+    b = first
+    total = nothing
+    part = nothing
+    while left > 0:
+        c = following(b, blocks)
+        d = following(c, blocks)
+        e = following(d, blocks)
+        last = max(b, c) if depth == 2 else max(max(b, c), max(d, e))
+        i = b * BLOCK + lane
+        if left >= depth and last < whole:
+            j = c * BLOCK + lane
+            k = d * BLOCK + lane
+            m = e * BLOCK + lane
+            w0 = load_weights(w, w_rows, i)
+            w1 = load_weights(w, w_rows, j)
+            if depth == 4:
+                w2 = load_weights(w, w_rows, k)
+                w3 = load_weights(w, w_rows, m)
+            total, part = taken(total, part, nothing, w, scales, scale_rows, w0,
+                                load_rows(x, x_rows, i, w), b, first, blocks)
+            total, part = taken(total, part, nothing, w, scales, scale_rows, w1,
+                                load_rows(x, x_rows, j, w), c, first, blocks)
+            b = d
+            if depth == 4:
+                total, part = taken(total, part, nothing, w, scales, scale_rows, w2,
+                                    load_rows(x, x_rows, k, w), d, first, blocks)
+                total, part = taken(total, part, nothing, w, scales, scale_rows, w3,
+                                    load_rows(x, x_rows, m, w), e, first, blocks)
+                b = following(e, blocks)
+            left -= depth
+        else:
+            total, part = taken(total, part, nothing, w, scales, scale_rows,
+                                load_weights_tail(w, w_rows, i, K),
+                                load_rows_tail(x, x_rows, i, w, K), b, first, blocks)
+            b = c
+            left -= 1
+    return total
 
 
 @functools.cache
@@ -96,7 +92,6 @@ def gemv_kernel(eights, depth):
     sums = 2 * eights
     words = 32 * sums                       # of a warp
     found_words = PARTS * words
-    chain = chainer(depth)
 
     @cuda.jit(**TWO_A_SM)
     def _gemv_kernel(x, w, scales, y, n, N, K, groups, shift, scale_blocks, add):
@@ -115,7 +110,7 @@ def gemv_kernel(eights, depth):
             scale_rows = row_offsets(group * (((N - 1) >> shift) + 1) * scale_blocks, output, N - 1,
                                      shift, scale_blocks, eights)
             total = chain(x, w, scales, x_rows, w_rows, scale_rows, K, warp,
-                          (blocks - warp + PARTS - 1) // PARTS, zeros(sums))
+                          (blocks - warp + PARTS - 1) // PARTS, zeros(sums), depth)
             store_parts(found, warp * words + lane, 32, total)
         cuda.syncthreads()
 

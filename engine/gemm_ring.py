@@ -133,17 +133,15 @@ def lane_scales(typingctx, rows, block, w):
 
 
 @intrinsic
-def scales_of(typingctx, scales, lane, eights):
+def scales_of(typingctx, scales, lane, w_rows):
     """The scales that lane `lane` holds, each for as many neighbouring eights of outputs."""
-    number = _literal(eights)
-    if number is not None:
-        def build(context, builder, signature, args):
-            found = []
-            for scale in _unpack(builder, args[0]):
-                found += ptx(builder, "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r",
-                             [_F32], [scale, args[1]], True) * (number // scales.count)
-            return context.make_tuple(builder, signature.return_type, found)
-        return types.UniTuple(F32, number)(scales, U32, eights), build
+    def build(context, builder, signature, args):
+        found = []
+        for scale in _unpack(builder, args[0]):
+            found += ptx(builder, "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r",
+                         [_F32], [scale, args[1]], True) * (w_rows.count // scales.count)
+        return context.make_tuple(builder, signature.return_type, found)
+    return types.UniTuple(F32, w_rows.count)(scales, U32, w_rows), build
 
 
 @intrinsic
@@ -158,89 +156,86 @@ def store_sums(typingctx, where, values):
 
 # ---- walk over k -------------------------------------------------------------------------------
 
-@functools.cache
-def walker(eights, nt, chunks, alone):
-    """The device function `walk` of a warp's tile; alone: over all parts in turn, else over one."""
-    sums, copies = 2 * eights * nt, chunks * eights
-    step_bytes, steps = 512 * copies, RING // copies
-    pending = steps - 1
-    early = nt == 1                         # registers for activations a step ahead
-    apart = U32(7 if alone else 10)         # log2 of k between the blocks of a walk
+@cuda.jit(**INLINE)
+def after(k, step, end, alone):
+    """The step after k: through the block, then on to the next of the part, then the part."""
+    c = U32(k + step)
+    if c & U32(BLOCK - 1) == 0:
+        c = U32(c + (PARTS - 1) * BLOCK)
+        if alone and c >= end:
+            c = U32((c & U32((PARTS - 1) * BLOCK)) + BLOCK)
+    return c
 
-    @cuda.jit(**INLINE)
-    def after(k, step, end):
-        """The step after k: through the block, then on to the next of the part, then the part."""
-        c = U32(k + step)
-        if c & U32(BLOCK - 1) == 0:
-            c = U32(c + (PARTS - 1) * BLOCK)
-            if alone and c >= end:
-                c = U32((c & U32((PARTS - 1) * BLOCK)) + BLOCK)
-        return c
 
-    @cuda.jit(**INLINE)
-    def rows_at(x_rows, k, w, step, K, stop):
-        if k + step <= K:
-            return row_words(x_rows, k, w, chunks)
-        return row_words_tail(x_rows, k, w, chunks, stop)
+@cuda.jit(**INLINE)
+def rows_at(x_rows, k, w, chunks, step, K, stop):
+    """The activation words of the step at k."""
+    if k + step <= K:
+        return row_words(x_rows, k, w, chunks)
+    return row_words_tail(x_rows, k, w, chunks, stop)
 
-    @cuda.jit(**INLINE)
-    def walk(ring, x_rows, w, w_rows, scale_rows, K, lane_k, first, blocks, total):
-        """Sums over `blocks` blocks from k = first on, in gemm's order; total: a tuple of zeros.
 
-        ring: the lane's address in shared memory; lane_k: its first k in a chunk; scale_rows: one
-        address, the scales of all the tile's outputs.
-        """
-        step = U32(chunks * (64 if is_fp8(w) else 32))
-        end = U32((K + BLOCK - 1) // BLOCK * BLOCK)
-        stop = U32(max(K - lane_k, 0))
-        lane = cuda.threadIdx.x & 31        # holds the scale of the walk's block number `lane`
-        block = lane if alone else (first >> U32(7)) + PARTS * lane
-        scales = lane_scales(scale_rows, U32(min(block, (end >> U32(7)) - 1)), w)
-        left = U32(blocks * BLOCK // step)
-        ahead = first
-        for i in range(steps):
-            if i < left:
-                start_step(U32(ring + i * step_bytes), w, w_rows, ahead, stop, chunks)
-                ahead = after(ahead, step, end)
-            copy_commit()
-        nothing = zeros(sums)
-        part = nothing
-        new = nothing
-        k = first
-        at = U32(0)
-        rows = rows_at(x_rows, k, w, step, K, stop)
-        while left > 0:
-            left = U32(left - 1)
-            c = after(k, step, end)
-            m = c if left > 0 else first
-            later = rows_at(x_rows, m, w, step, K, stop) if early else rows
-            copy_wait(pending)
-            weights = read_step(U32(ring + at), copies)
-            if left >= steps:
-                start_step(U32(ring + at), w, w_rows, ahead, stop, chunks)
-                ahead = after(ahead, step, end)
-            copy_commit()
-            at = U32(at + step_bytes)
-            if at == WARP_BYTES:
-                at = U32(0)
-            if is_fp8(w):
-                new = product(new if k & U32(BLOCK - 1) != 0 else nothing, w, weights, rows)
-                if c & U32(BLOCK - 1) == 0:
-                    part = scaled(part, new, scales_of(scales, k >> apart, eights))
-            else:
-                part = product(part, w, weights, rows)
-            rows = later
-            if not early and left > 0:
-                rows = rows_at(x_rows, c, w, step, K, stop)
-            if not alone:
-                total = part
-            elif c & U32(BLOCK - 1) == 0 and (left == 0 or c < U32(PARTS * BLOCK)):
-                # a part ends; part 0 is the one that begins with block 0
-                total = added(total, part) if k & U32((PARTS - 1) * BLOCK) != 0 else part
-                part = nothing
-            k = c
-        return total
-    return walk
+@cuda.jit(**INLINE)
+def walk(ring, x_rows, w, w_rows, scale_rows, K, lane_k, first, blocks, nothing, chunks, copies,
+         pending, alone, early):
+    """Sums of a warp's tile over `blocks` blocks from k = first on, in gemm's order.
+
+    ring: the lane's address in shared memory; lane_k: its first k in a chunk; scale_rows: one
+    address, the scales of all the tile's outputs; nothing: a tuple of zeros. Constants: copies =
+    chunks x weight rows of the lane; pending = steps of the ring - 1; alone: over all parts in
+    turn, else over one; early: there are registers for activations a step ahead.
+    """
+    step = U32(chunks * (64 if is_fp8(w) else 32))
+    end = U32((K + BLOCK - 1) // BLOCK * BLOCK)
+    stop = U32(max(K - lane_k, 0))
+    apart = U32(7 if alone else 10)     # log2 of k between the blocks of a walk
+    lane = cuda.threadIdx.x & 31        # holds the scale of the walk's block number `lane`
+    block = lane if alone else (first >> U32(7)) + PARTS * lane
+    scales = lane_scales(scale_rows, U32(min(block, (end >> U32(7)) - 1)), w)
+    left = U32(blocks * BLOCK // step)
+    ahead = first
+    for i in range(pending + 1):
+        if i < left:
+            start_step(U32(ring + i * 512 * copies), w, w_rows, ahead, stop, chunks)
+            ahead = after(ahead, step, end, alone)
+        copy_commit()
+    total = nothing
+    part = nothing
+    new = nothing
+    k = first
+    at = U32(0)
+    rows = rows_at(x_rows, k, w, chunks, step, K, stop)
+    while left > 0:
+        left = U32(left - 1)
+        c = after(k, step, end, alone)
+        m = c if left > 0 else first
+        later = rows_at(x_rows, m, w, chunks, step, K, stop) if early else rows
+        copy_wait(pending)
+        weights = read_step(U32(ring + at), copies)
+        if left > pending:
+            start_step(U32(ring + at), w, w_rows, ahead, stop, chunks)
+            ahead = after(ahead, step, end, alone)
+        copy_commit()
+        at = U32(at + 512 * copies)
+        if at == WARP_BYTES:
+            at = U32(0)
+        if is_fp8(w):
+            new = product(new if k & U32(BLOCK - 1) != 0 else nothing, w, weights, rows)
+            if c & U32(BLOCK - 1) == 0:
+                part = scaled(part, new, scales_of(scales, k >> apart, w_rows))
+        else:
+            part = product(part, w, weights, rows)
+        rows = later
+        if not early and left > 0:
+            rows = rows_at(x_rows, c, w, chunks, step, K, stop)
+        if not alone:
+            total = part
+        elif c & U32(BLOCK - 1) == 0 and (left == 0 or c < U32(PARTS * BLOCK)):
+            # a part ends; part 0 is the one that begins with block 0
+            total = added(total, part) if k & U32((PARTS - 1) * BLOCK) != 0 else part
+            part = nothing
+        k = c
+    return total
 
 
 @functools.cache
@@ -252,7 +247,8 @@ def ring_kernel(eights, nt, chunks, alone):
     sums = 2 * eights * nt
     words, tiles = 32 * sums, PARTS if alone else 1
     pair = min(eights, 2)                   # eights of outputs of an mma
-    walk = walker(eights, nt, chunks, alone)
+    copies = chunks * eights
+    pending, early = RING // copies - 1, nt == 1
     registers = {1: 64, 2: 96, 4: 128}[nt]  # 4 or 2 blocks an SM
 
     @cuda.jit(**({**KERNEL, "max_registers": registers} if KERNEL else {}))
@@ -275,7 +271,8 @@ def ring_kernel(eights, nt, chunks, alone):
         if first < blocks:
             total = walk(U32(base + warp * WARP_BYTES + lane * 16), x_rows, w, w_rows, scale_rows,
                          K, lane_k, U32(first * BLOCK),
-                         blocks if alone else (blocks - warp + PARTS - 1) // PARTS, zeros(sums))
+                         blocks if alone else (blocks - warp + PARTS - 1) // PARTS, zeros(sums),
+                         chunks, copies, pending, alone, early)
             store_sums(U32(base + warp * WARP_BYTES + lane * 4), total)
         cuda.syncthreads()
 

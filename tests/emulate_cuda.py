@@ -215,8 +215,9 @@ def _lane_scales(rows, block, w):
     return tuple(array[at + block] if _is_fp8(w) else np.float32(0) for array, at in rows)
 
 
-def _scales_of(scales, lane, eights):
-    return sum(((_here.warp.meet(scale)[lane],) * (eights // len(scales)) for scale in scales), ())
+def _scales_of(scales, lane, w_rows):
+    many = len(w_rows) // len(scales)
+    return sum(((_here.warp.meet(scale)[lane],) * many for scale in scales), ())
 
 
 def _store_sums(where, values):
@@ -317,10 +318,6 @@ def install(monkeypatch, late=False):
                                     if name.endswith("_kernel") else python)
     # past their caches, which must not keep a Python kernel
     makers = gemm_few.gemv_kernel.__wrapped__, gemm_ring.ring_kernel.__wrapped__
-    chainer, walker = gemm_few.chainer.__wrapped__, gemm_ring.walker.__wrapped__
-    monkeypatch.setattr(gemm_few, "chainer", chainer)
-    monkeypatch.setattr(gemm_ring, "walker", walker)
     monkeypatch.setattr(gemm_few, "gemv_kernel", lambda *form: Launch(makers[0](*form), late))
     for module in (gemm_few, gemm_ring):
         monkeypatch.setattr(module, "ring_kernel", lambda *form: Launch(makers[1](*form), late))
-    monkeypatch.setattr(gemm_experts, "chain", chainer(2))

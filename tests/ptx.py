@@ -26,7 +26,13 @@ def flat(kind, dims):
 
 @functools.lru_cache(1)         # tests of one kernel follow one another; an IR is large
 def _library(kernel, signature):
-    """The NVVM IR of a kernel: the first half of `cuda.compile_ptx`."""
+    """The NVVM IR of a kernel: the first half of `cuda.compile_ptx`.
+
+    What a kernel closes over is part of its name in the cache on disk, and a device function has
+    another there in every process: numbers only.
+    """
+    held = [cell.cell_contents for cell in kernel.py_func.__closure__ or ()]
+    assert all(isinstance(value, int) for value in held), held
     gc.disable()        # Numba makes millions of small objects: looking for cycles is a fifth
     try:
         return compiler._compile_pyfunc_with_fixup(kernel.py_func, signature, device=False,
