@@ -3,7 +3,8 @@
     with CannedServer(tree(world=6)) as server:
         server.change({"rounds": 8})            # a merge patch: to every telemetry stream
         server.say("Hello", reasoning="Hm.")    # the next chat replies
-        server.script = [0.1, {...}, b"raw"]    # or exactly this: pauses, chunks, bytes
+        go_on = server.say("a b c", hold=2)     # c comes after go_on.set()
+    server.script = [0.1, {...}, b"raw"]    # or exactly this: pauses, events, chunks, bytes
         server.mode = "500"                     # every route goes wrong, see MODES
         server.stop(); server.start()           # gone, and back on the same port
 
@@ -87,6 +88,14 @@ def wrong(value):
     return {"wrong": 1} if isinstance(value, str) else "wrong"
 
 
+class Prompt(uvicorn.Server):
+    """Sees at once that it is to end, not at the next tenth of a second."""
+
+    async def main_loop(self):
+        while not self.should_exit:
+            await asyncio.sleep(0.005)
+
+
 class CannedServer:
     """On a port of its own, in a thread. tree: its telemetry. key: None, or the API key."""
 
@@ -117,13 +126,13 @@ class CannedServer:
         return self
 
     def __exit__(self, *_):
-        self.stop()
+        self._end()                     # its thread does by itself, in a tenth of a second
 
     def start(self):
         """Serve, on the same port as before."""
         listening = self._socket or socket.create_server(("127.0.0.1", self.port))
         self._socket = None
-        self._server = uvicorn.Server(uvicorn.Config(
+        self._server = Prompt(uvicorn.Config(
             self._app, log_config=None, log_level="critical", access_log=False, lifespan="off",
             http="h11", ws="none", timeout_graceful_shutdown=0))
         self._stopping = False
@@ -132,20 +141,24 @@ class CannedServer:
 
     def stop(self):
         """Close every connection and the port."""
+        self._end()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def _end(self):
         self._stopping = True
         self._server.should_exit = self._server.force_exit = True
-        self._thread.join(10)
-        assert not self._thread.is_alive()
 
     def change(self, patch):
         """A merge patch of the tree, sent to every stream within a few milliseconds."""
         self.tree = merge(self.tree, patch)
         self._changes.append(patch)
 
-    def say(self, text="", reasoning="", calls=(), pace=0.0, usage=None, reason=None):
+    def say(self, text="", reasoning="", calls=(), pace=0.0, hold=None, usage=None, reason=None):
         """The next replies: reasoning, text (a word a chunk), tool calls (name, arguments).
 
-        pace: seconds before each chunk. usage: the OpenAI object; one with 3 cached tokens else.
+        pace: seconds before each chunk. hold: chunks after which they wait until the event that is
+        returned is set. usage: the OpenAI object; one with 3 cached tokens else.
         """
         words = [{"reasoning_content": w} for w in _words(reasoning)]
         words += [{"content": w} for w in _words(text)]
@@ -154,7 +167,10 @@ class CannedServer:
                                           "function": {"name": name, "arguments": ""}}]})
             words.append({"tool_calls": [{"index": i, "function": {"arguments": arguments}}]})
         chunks = [chunk({"role": "assistant", "content": ""})]
-        for word in words:
+        go_on = threading.Event()
+        for i, word in enumerate(words):
+            if i == hold:
+                chunks.append(go_on)
             chunks += [pace, chunk(word)] if pace else [chunk(word)]
         chunks.append(chunk({}, reason or ("tool_calls" if calls else "stop")))
         usage = usage or {"prompt_tokens": 12, "completion_tokens": len(words),
@@ -162,6 +178,7 @@ class CannedServer:
                           "prompt_tokens_details": {"cached_tokens": 3}}
         chunks.append({"object": "chat.completion.chunk", "choices": [], "usage": usage})
         self.script = [*chunks, b"data: [DONE]\n\n"]
+        return go_on
 
     # --- routes ---------------------------------------------------------------------------------
 
@@ -227,6 +244,10 @@ class CannedServer:
                     await asyncio.sleep(0.005)
                 if isinstance(step, float):
                     await asyncio.sleep(step)
+                elif isinstance(step, threading.Event):
+                    while not step.is_set() and not self._stopping:
+                        yield _data(chunk({}))      # the console tells at a chunk what it has
+                        await asyncio.sleep(0.05)
                 elif isinstance(step, bytes):
                     yield step
                 else:

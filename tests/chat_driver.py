@@ -77,7 +77,7 @@ class Driver:
     async def shows(self, text):
         """Until the screen shows this."""
         try:
-            await self._until(lambda: text in self.screen, seconds=8)
+            await self._until(lambda: text in self.screen)
         except AssertionError:
             raise AssertionError(f"{text!r} is not on the screen:\n{self.screen}") from None
 

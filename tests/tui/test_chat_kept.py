@@ -3,6 +3,8 @@
 
 import asyncio
 import json
+import threading
+import time
 
 import pytest
 from textual import events
@@ -44,7 +46,7 @@ async def test_a_conversation_outlives_the_console(run, server):
 
 
 async def test_leaving_in_the_middle_keeps_what_came(run, server):
-    server.say("word " * 500, pace=0.02)
+    server.say("word " * 20, hold=5)
 
     async def first(d):
         await d.say("go")
@@ -59,7 +61,7 @@ async def test_leaving_in_the_middle_keeps_what_came(run, server):
 
 async def test_several_conversations_at_once(run, server):
     async def steps(d):
-        server.say("slow " * 80, pace=0.1)
+        go_on = server.say("slow " * 80, hold=5)
         await d.say("first")
         await d.shows("slow")
         await d.press("ctrl+n")
@@ -71,6 +73,7 @@ async def test_several_conversations_at_once(run, server):
         await d.press("ctrl+t", "down", "enter")
         await d.shows("slow slow")
         assert "quick" not in d.screen
+        go_on.set()
         await d.idle()
         assert d.chat.current.messages[-1].content == "slow " * 80
         assert "● first" in d.screen
@@ -103,7 +106,7 @@ async def test_the_list_at_80_columns_renames_and_deletes(run, server):
 
 
 async def test_deleting_a_conversation_stops_its_reply(run, server):
-    server.say("word " * 500, pace=0.02)
+    server.say("word " * 20, hold=5)
 
     async def steps(d):
         await d.say("go")
@@ -268,18 +271,21 @@ async def test_copy_takes_the_whole_reply(run, server):
 
 # ---- long replies ------------------------------------------------------------------------------
 
+LINES = 600             # forty parts
+
+
 def numbered(n):
     return "".join(f"Line {i} of the reply.\n\n" for i in range(n))
 
 
 async def test_a_long_reply_is_a_window_on_its_parts(run, server):
-    server.say(numbered(1800))
+    server.say(numbered(LINES))
 
     async def steps(d):
         await d.ask("hi")
         parts = d.app.query_one(".text", Parts)
         assert parts.widgets <= WINDOW and len(d.app.query(Part)) <= WINDOW
-        assert "Line 1799" in d.screen and len(d.app.query("*")) < 400
+        assert f"Line {LINES - 1}" in d.screen and len(d.app.query("*")) < 400
         above = parts.query(More).first()
         assert "earlier: Enter" in above.render().plain
         seen = set()
@@ -297,26 +303,31 @@ async def test_a_long_reply_is_a_window_on_its_parts(run, server):
         await d.press("ctrl+end")
         d.chat.query_one(Composer).focus()
         await d.press("ctrl+end")
-        await d.shows("Line 1799")
+        await d.shows(f"Line {LINES - 1}")
         assert not below.display
     await run(steps)
 
 
 async def test_a_reply_that_grows_does_not_pull_the_reader_along(run, server):
-    server.say(numbered(1800), pace=0.001)
+    first = server.say(numbered(LINES), hold=5 * 60)
+    second = threading.Event()
+    server.script.insert(5 * 300, second)
 
     async def steps(d):
         await d.say("hi")
-        await d.until(lambda: "Line 40 " in d.chat.current.messages[-1].content, "a beginning")
+        await d.until(lambda: "Line 59 " in d.chat.current.messages[-1].content, "a beginning")
         await d.press("pageup", "pageup")
         await d.pilot.pause()
         top = d.chat.query_one("Transcript").scroll_y
-        before = len(d.chat.current.messages[-1].content)
-        await d.until(lambda: len(d.chat.current.messages[-1].content) > before + 1000, "more")
+        first.set()
+        await d.until(lambda: "Line 298 " in d.chat.current.messages[-1].content, "more")
+        await d.until(lambda: "later: Enter" in d.chat.query(More).last().render().plain,
+                      "what is not shown of it")
         assert d.chat.query_one("Transcript").scroll_y == top
         await d.press("ctrl+end")
+        second.set()
         await d.idle()
-        assert "Line 1799" in d.screen
+        assert f"Line {LINES - 1}" in d.screen
     await run(steps)
 
 
@@ -338,16 +349,19 @@ async def test_many_messages_are_a_window_too(run, server):
 
 
 async def test_large_tails_keep_the_loop_free(run, server):
-    """While a reply comes as fast as it can, other work gets its turn."""
-    server.say("".join(f"{'word ' * 12}\n\n" for _ in range(1500)))
+    """While a reply comes as fast as it can, other work gets its turn.
+
+    Held against processor seconds of the loop's thread: those of a busy machine pass without them.
+    """
+    server.say("".join(f"{'word ' * 12}\n\n" for _ in range(600)))
 
     async def steps(d):
-        longest, loop = 0.0, asyncio.get_running_loop()
+        longest = 0.0
         await d.say("hi")
         while d.chat.runs:
-            before = loop.time()
+            before = time.thread_time()
             await asyncio.sleep(0.005)
-            longest = max(longest, loop.time() - before)
+            longest = max(longest, time.thread_time() - before)
         assert longest < 2.0, longest
         assert len(d.chat.current.messages[-1].content) > 10 * PART
     await run(steps)

@@ -273,13 +273,13 @@ async def test_a_flood_of_patches_posts_few_trees(server, client, until):
 
 
 async def test_the_link_waits_longer_and_longer_and_comes_back(server, client, until, monkeypatch):
-    monkeypatch.setattr(link, "BACKOFF", (0.1, 0.2, 0.4, 0.8))
+    monkeypatch.setattr(link, "BACKOFF", (0.01, 0.02, 0.04, 0.08))
     linked = Linked(client)
     await until(lambda: linked.of(Telemetry), "a tree")
     server.stop()
     await until(lambda: len([m for m in linked.of(Link) if m.retry_in]) >= 5, "tries")
     downs = [m for m in linked.of(Link) if m.retry_in]
-    assert [m.retry_in for m in downs[:5]] == [0.1, 0.2, 0.4, 0.8, 0.8]
+    assert [m.retry_in for m in downs[:5]] == [0.01, 0.02, 0.04, 0.08, 0.08]
     assert "no engine answers" in downs[1].reason
     server.tree = {**tree(), "started": 5.0}
     server.start()
@@ -288,7 +288,7 @@ async def test_the_link_waits_longer_and_longer_and_comes_back(server, client, u
     assert linked.of(Link)[-1].up
     server.stop()
     await until(lambda: linked.of(Link)[-1].retry_in, "its end")
-    assert linked.of(Link)[-1].retry_in == 0.1
+    assert linked.of(Link)[-1].retry_in == 0.01
     server.start()
     await until(lambda: linked.of(Link)[-1].up, "it is back")
     assert len(linked.of(Restarted)) == 1       # the same engine: only the connection was lost
@@ -318,7 +318,7 @@ async def test_no_answer_ends_the_link(server, client, until, mode, monkeypatch)
     await until(lambda: len(linked.posted) > (1 if mode == "types" else 6), "messages")
     assert not linked.task.done()
     server.mode = "dead"
-    await asyncio.sleep(0.05)
+    await until(lambda: server.watching == 0, "the end of the lies")
     server.mode = "ok"
     await until(lambda: linked.of(Telemetry) and linked.of(Telemetry)[-1].state == tree(), "a tree")
     assert (await linked.end()).cancelled()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,12 +77,23 @@ def test_bytes_are_no_recording(tmp_path, capsys):
     assert "cannot be read: No such file" in capsys.readouterr().err
 
 
-def test_a_replay_keeps_time_and_merges():
-    posted = []
+def test_a_replay_keeps_time_and_merges(monkeypatch):
+    """On a clock of its own: one tick of it passes while a tree is shown."""
+    clock, posted, at = [100.0], [], []
+
+    async def sleep(seconds):
+        clock[0] += seconds
+
+    def post(message):
+        posted.append(message)
+        at.append(clock[0])
+        clock[0] += 1 / 64
+    monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(link, "asyncio", SimpleNamespace(sleep=sleep))
     events = [(0.0, *EVENTS[0]), (0.1, *EVENTS[1]), (0.3, *EVENTS[2])]
-    start = time.monotonic()
-    asyncio.run(link.replay(events, posted.append))
-    assert 0.3 <= time.monotonic() - start < 2
+    asyncio.run(link.replay(events, post))
+    assert [t for t, m in zip(at, posted) if isinstance(m, Telemetry)] == pytest.approx(
+        [100 + 1 / 64, 100.1, 100.3])       # a Link is before the first
     assert [(m.seconds, m.state) for m in posted if isinstance(m, Telemetry)] == [
         (0.0, tree()), (0.1, {**tree(), "rounds": 1001}),
         (0.3, {**tree(), "rounds": 1001, "fault": "Grüße 東京"})]
@@ -94,16 +106,16 @@ def test_without_a_terminal_it_records_until_a_signal(server, tmp_path, number):
     command = [sys.executable, "-m", "tui", "--connect", server.url, "--record", str(path)]
     work = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        give_up = time.monotonic() + 20
+        give_up = time.monotonic() + 30
         while not (path.exists() and path.read_text().endswith("\n")):
             assert time.monotonic() < give_up and work.poll() is None
             time.sleep(0.02)
         server.change({"rounds": 7})
-        while len(path.read_text().splitlines()) < 2:
+        while not path.read_text().endswith("\n") or len(path.read_text().splitlines()) < 2:
             assert time.monotonic() < give_up
             time.sleep(0.02)
     finally:
         work.send_signal(number)
-        _, err = work.communicate(timeout=10)
+        _, err = work.communicate(timeout=30)
     assert work.returncode == 0 and err == "tui: the engine answers\n"
     assert [event[1:] for event in read(path)] == [("snapshot", tree()), ("patch", {"rounds": 7})]

@@ -60,7 +60,7 @@ def test_stopping_is_a_term_and_waits_for_the_end():
 
 
 def test_one_that_does_not_listen_is_killed(monkeypatch):
-    monkeypatch.setattr("tui.starter.STOP_SECONDS", 0.5)
+    monkeypatch.setattr("tui.starter.STOP_SECONDS", 0.1)
     started = python("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
                      "print('up', flush=True)\ntime.sleep(60)")
     while "up" not in started.tail():
@@ -118,12 +118,15 @@ async def test_the_answer_decides(key, left, ends):
         assert app.engine.left == left and app.is_running != ends
 
 
-async def test_an_engine_that_ended_by_itself_is_told_once():
+async def test_an_engine_that_ended_by_itself_is_told_once(until):
     app = console(Engine(4))
+
+    def told():
+        return [n for n in app._notifications if "code 4" in n.message]
     async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause(1.2)
-        told = [n for n in app._notifications if "code 4" in n.message]
-        assert len(told) == 1
+        await until(told, "the note")
+        await pilot.pause(0.6)              # and it would have been told again
+        assert len(told()) == 1
         await pilot.press("ctrl+q")         # nobody to ask about
         await pilot.pause()
         assert not isinstance(app.screen, Leave)

@@ -155,7 +155,7 @@ def test_a_terminal_that_is_closed_ends_it(server, terminal, view):
     terminal.keys(view)             # a view that is drawn all the time, or one that is not
     pid = terminal.pid
     terminal.ask("kill-server")
-    give_up = time.monotonic() + 15
+    give_up = time.monotonic() + PATIENCE
     while pathlib.Path(f"/proc/{pid}").exists():
         assert time.monotonic() < give_up, os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
