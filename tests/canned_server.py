@@ -246,8 +246,7 @@ class CannedServer:
                     await asyncio.sleep(step)
                 elif isinstance(step, threading.Event):
                     while not step.is_set() and not self._stopping:
-                        yield _data(chunk({}))      # the console tells at a chunk what it has
-                        await asyncio.sleep(0.05)
+                        await asyncio.sleep(0.005)
                 elif isinstance(step, bytes):
                     yield step
                 else:

@@ -64,6 +64,20 @@ async def test_reasoning_unfolds_while_it_comes_and_after(run, server):
     await run(steps)
 
 
+async def test_a_pause_hides_nothing_of_what_came(run, server):
+    """Two words at once, then silence: the second does not wait for a third."""
+    go_on = server.say("first second third", hold=2)
+
+    async def steps(d):
+        await d.say("hi")
+        await d.shows("first second")
+        assert d.chat.current.messages[-1].content == "first second "
+        go_on.set()
+        await d.idle()
+        assert "first second third" in d.screen
+    await run(steps)
+
+
 async def test_the_next_question_carries_what_was_said(run, server):
     server.say("Yes.", reasoning="Hm.")
 

@@ -71,7 +71,7 @@ class Chat(actions.Actions, Widget):
         self.runs = []
         self._entries = []          # of the store, newest first
         self._editing = self._as_self = False
-        self._again = 0.0           # time.monotonic() before which a reply that grows can wait
+        self._news = self._resting = False  # of the open reply; since its last picture
         self._listed = None         # whether the list is wanted; None: where there is room
 
     def compose(self):
@@ -176,15 +176,25 @@ class Chat(actions.Actions, Widget):
 
     async def on_reply_delta(self, event):
         event.stop()
-        if time.monotonic() >= self._again:
-            used = time.process_time()
-            if await self._pull(self._run_of(event.conversation_id)):
-                self._again = float("inf")
+        if event.conversation_id == self.current.id:
+            self._news = True
+            await self._draw()
+
+    async def _draw(self):
+        """Show what is new of the open reply, now or when the last picture's rest is over."""
+        if self._news and not self._resting:
+            self._news, used = False, time.process_time()
+            if await self._pull(self.run):
+                self._resting = True
                 self.call_after_refresh(self._shown, used)
 
     def _shown(self, used):
         """The picture is there: the engine may share this processor, so a third of it is enough."""
-        self._again = time.monotonic() + REST * (time.process_time() - used)
+        self.set_timer(REST * (time.process_time() - used), self._rested)
+
+    async def _rested(self):
+        self._resting = False
+        await self._draw()
 
     async def on_reply_ended(self, event):
         event.stop()

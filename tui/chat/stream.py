@@ -93,10 +93,14 @@ async def stream(client, conversation, message, post):
     """Ask for the conversation's next reply and let `message`, its last, grow. post: takes Textual
     messages. message.figures are there when ReplyEnded or ReplyFailed is posted."""
     body, reader = conversation.body(), Reader(message)
-    started = told = time.monotonic()
-    first = None
+    started, told = time.monotonic(), 0.0
+    first = later = None        # later: the timer of a `tell` that is due
 
     def tell():
+        nonlocal told, later
+        if later is not None:
+            later.cancel()
+        told, later = time.monotonic(), None
         for kind, text in reader.settle():
             post(ReplyDelta(conversation.id, kind, text))
 
@@ -111,16 +115,16 @@ async def stream(client, conversation, message, post):
     try:
         async with aclosing(client.chat(body)) as chunks:
             async for chunk in chunks:
-                if told == started:
+                if not told:
                     post(ReplyStarted(conversation.id))
-                    told = 0.0
                 if reader.take(chunk) and first is None:
                     first = time.monotonic() - started
-                now = time.monotonic()
-                if now - told >= 1 / WRITES:
-                    told = now
+                wait = told + 1 / WRITES - time.monotonic()
+                if wait <= 0:
                     tell()
                     await asyncio.sleep(0)      # a stream that never waits must not stop the rest
+                elif later is None:             # a stream that pauses must not hide its last words
+                    later = asyncio.get_running_loop().call_later(wait, tell)
     except asyncio.CancelledError:
         seconds = figures("stopped")
         post(ReplyEnded(conversation.id, "stopped", reader.usage, seconds, first))
