@@ -11,6 +11,7 @@ from textual import events
 from textual.widgets import Input, TextArea
 
 from chat_driver import asked, runner
+from tui.chat import chat as chat_file
 from tui.chat.composer import Composer
 from tui.chat.cutter import PART
 from tui.chat.more import More
@@ -57,6 +58,61 @@ async def test_leaving_in_the_middle_keeps_what_came(run, server):
         assert "stopped by you" in d.screen
     await run(first)
     await run(second)
+
+
+async def test_a_killed_console_leaves_what_came(run, server, monkeypatch):
+    """The file is taken in the middle of a reply, and found by the next console."""
+    monkeypatch.setattr(chat_file, "KEEP", 0.0)
+    third, fourth = server.say("one two three four", hold=2), threading.Event()
+    server.script.insert(-4, fourth)
+    path, found = folder(), []
+
+    def kept():
+        (file,) = path.glob("*.json")
+        return json.loads(file.read_text())["messages"][1:]
+
+    async def first(d):
+        await d.say("go")
+        await d.until(kept, "what came")
+        assert kept() == [{"role": "assistant", "content": "one two ",
+                           "figures": {"reason": "interrupted"}}]
+        (file,) = path.glob("*.json")
+        found.append((file, file.read_bytes()))
+        third.set()
+        await d.until(lambda: kept()[0]["content"] == "one two three ", "more")
+        assert "interrupted" not in d.screen and "streaming" in d.screen
+        fourth.set()
+        await d.idle()
+        assert kept()[0]["figures"]["reason"] == "stop"
+
+    async def second(d):
+        await d.shows("one two")
+        assert "✗ its end was not kept" in d.flat and "interrupted" in d.flat
+        server.say("all of it")
+        await d.press("ctrl+r")
+        await d.shows("all of it")
+        await d.idle()
+        assert "✗" not in d.screen and "one two" not in d.screen
+    await run(first)
+    for file, data in found:
+        file.write_bytes(data)
+    await run(second)
+    assert asked(server) == [{"role": "user", "content": "go"}]
+
+
+async def test_a_conversation_that_is_deleted_stays_so(run, server, tmp_path):
+    """A write of its growing reply that was begun before, and comes after."""
+    server.say("one two three", hold=2)
+
+    async def steps(d):
+        await d.say("go")
+        await d.shows("one two")
+        conversation = d.chat.current
+        await d.press("ctrl+t", "d", "y")
+        await d.shows("No messages yet.")
+        d.chat.store.save_part(conversation)
+    await run(steps)
+    assert Store().entries() == ([], [])
 
 
 async def test_several_conversations_at_once(run, server):

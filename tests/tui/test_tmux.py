@@ -1,6 +1,7 @@
 # pytest tests/tui/test_tmux.py
 """The console in a real terminal (tmux): real keys, the picture as tmux has it."""
 
+import json
 import os
 import pathlib
 import shlex
@@ -79,6 +80,21 @@ def terminal(server, tmp_path):
         yield found
 
 
+def until(condition, what):
+    """The first true value of condition(), asked again and again."""
+    give_up = time.monotonic() + PATIENCE
+    while not (found := condition()):
+        assert time.monotonic() < give_up, what
+        time.sleep(0.05)
+    return found
+
+
+def replies(tmp_path):
+    """Replies in the files of conversations."""
+    return [m for path in (tmp_path / "state").rglob("*.json")
+            for m in json.loads(path.read_text())["messages"] if m["role"] == "assistant"]
+
+
 def test_start_chat_stop_quit(server, terminal):
     terminal.see("● live", "mini", "2 ranks", "Engine")
     server.say("word " * 2000 + "END", pace=0.02)
@@ -89,10 +105,7 @@ def test_start_chat_stop_quit(server, terminal):
     terminal.keys("Enter")
     terminal.see("word word word")
     terminal.keys("Escape")
-    give_up = time.monotonic() + PATIENCE
-    while not server.left:
-        assert time.monotonic() < give_up, terminal.screen
-        time.sleep(0.05)
+    until(lambda: server.left, "the reply's end at the server")
     assert server.asked[0]["messages"][-1] == {"role": "user", "content": "Grüße, 東京!"}
     terminal.keys("F1")
     terminal.see("Help", "Everywhere")
@@ -145,7 +158,7 @@ def test_ctrl_c_does_not_end_it_and_a_signal_restores_the_terminal(terminal):
 
 
 @pytest.mark.parametrize("view", ["F2", "F3"])
-def test_a_terminal_that_is_closed_ends_it(server, terminal, view):
+def test_a_terminal_that_is_closed_ends_it(server, terminal, tmp_path, view):
     server.say("word " * 2000, pace=0.005)
     terminal.see("● live")
     terminal.keys("F3")
@@ -159,3 +172,28 @@ def test_a_terminal_that_is_closed_ends_it(server, terminal, view):
     while pathlib.Path(f"/proc/{pid}").exists():
         assert time.monotonic() < give_up, os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
+    (reply,) = replies(tmp_path)
+    assert reply["content"].startswith("word word") and reply["figures"]["reason"] == "stopped"
+
+
+def test_a_killed_console_leaves_what_came_of_a_reply(server, terminal, tmp_path):
+    server.say("one two three", hold=2)
+    terminal.see("● live")
+    terminal.keys("F3")
+    terminal.see("Enter sends")
+    terminal.keys("x", "Enter")
+    terminal.see("one two")
+    until(lambda: replies(tmp_path), "what came, in its file")
+    os.kill(terminal.pid, signal.SIGKILL)
+    terminal.see("console left")
+    assert terminal.code.read_text() == "137\n"
+    server.say("all of it")
+    with Terminal(tmp_path, "--connect", server.url) as again:
+        again.see("● live")
+        again.keys("F3")
+        again.see("one two", "✗ its end was not kept", "ctrl+r retries")
+        again.keys("C-r")
+        again.see("all of it", "complete")
+        again.keys("C-q")
+        again.see("console left")
+    assert [m["content"] for m in replies(tmp_path)] == ["all of it"]

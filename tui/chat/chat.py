@@ -1,11 +1,12 @@
 """The chat: conversations, the one that is open, and the replies that are on their way.
 
 Replies stream in workers, several at once if need be; what they post comes back here and the open
-conversation's last reply shows it. A conversation is written to its file when a question is asked
-and when its reply ends.
+conversation's last reply shows it. A conversation is written to its file when a question is asked,
+while the reply grows, for a console may be killed, and at its end.
 """
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass
 
@@ -28,16 +29,19 @@ from tui.messages import Note
 WIDE = 110              # columns from which the conversations are listed without being asked for
 REST = 2.0              # times a picture's CPU time that passes before the reply's next one
 TICK = 0.5              # seconds between two looks at a reply that has said nothing
+KEEP = 2.0              # seconds between two writes of a reply that grows
 
 
 @dataclass
 class Run:
-    """A reply on its way. started: time.monotonic() of its request."""
+    """A reply on its way. started: time.monotonic() of its request; kept: of its last write, inf
+    during one."""
 
     conversation: Conversation
     message: Message
     started: float
     worker: Worker | None = None
+    kept: float = 0.0
 
 
 class Chat(actions.Actions, Widget):
@@ -110,6 +114,7 @@ class Chat(actions.Actions, Widget):
         """The console ends: what has arrived is kept."""
         for run in list(self.runs):
             run.message.figures = run.message.figures or {"reason": "stopped"}
+            run.message.growing = False
             self.keep(run.conversation)
 
     # --- conversations --------------------------------------------------------------------------
@@ -152,7 +157,7 @@ class Chat(actions.Actions, Widget):
 
     async def answer(self):
         """Ask for the open conversation's next reply."""
-        conversation, message = self.current, Message("assistant")
+        conversation, message = self.current, Message("assistant", growing=True)
         self.keep(conversation)
         run = Run(conversation, message, time.monotonic())
         conversation.messages.append(message)
@@ -225,6 +230,16 @@ class Chat(actions.Actions, Widget):
     async def _tick(self):
         if self.run:
             await self._pull(self.run)
+        now = time.monotonic()
+        for run in self.runs:
+            if now - run.kept >= KEEP and run.message.growing and not run.message.empty:
+                run.kept = float("inf")
+                self.run_worker(self._keep_part(run), group="parts")
+
+    async def _keep_part(self, run):
+        with contextlib.suppress(OSError):      # the reply's end says so, if it is so still
+            await asyncio.to_thread(self.store.save_part, run.conversation)
+        run.kept = time.monotonic()
 
     # --- the message ----------------------------------------------------------------------------
 

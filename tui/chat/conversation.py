@@ -58,7 +58,8 @@ class Settings:
 @dataclass
 class Message:
     """One turn. content: text, or for a question with files a list of OpenAI text parts, each
-    file's with its `name`. figures: of a reply, what it took (see `figures_of`)."""
+    file's with its `name`. figures: of a reply, what it took (see `figures_of`). growing: whether
+    more of it is on its way; in a file it is interrupted, for so it is to who finds it there."""
 
     role: str
     content: str | list = ""
@@ -66,6 +67,7 @@ class Message:
     tool_calls: list = field(default_factory=list)
     tool_call_id: str | None = None
     figures: dict = field(default_factory=dict)
+    growing: bool = False
 
     @property
     def text(self):
@@ -107,8 +109,11 @@ class Message:
         return None if self.empty else found
 
     def json(self):
-        return {name: value for name, value in dataclasses.asdict(self).items()
-                if value or name in ("role", "content")}
+        found = {name: value for name, value in dataclasses.asdict(self).items()
+                 if value or name in ("role", "content")}
+        if found.pop("growing", False):
+            found["figures"] = {"reason": "interrupted"}
+        return found
 
     @classmethod
     def from_json(cls, value, at):

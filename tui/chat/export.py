@@ -33,7 +33,8 @@ def _code(text, language=""):
 
 REASONS = {"stop": "complete", "length": "cut at its largest number of tokens",
            "tool_calls": "waits for tool results", "stopped": "stopped by you",
-           "failed": "failed", "cancelled": "cancelled at the engine"}
+           "failed": "failed", "cancelled": "cancelled at the engine",
+           "interrupted": "interrupted"}
 
 
 def figures(found):

@@ -16,6 +16,8 @@ from tui.chat.parts import Parts
 from tui.chat.text import printable
 from tui.units import count, span
 
+INTERRUPTED = "its end was not kept: the console that asked ended before it, or still has it"
+
 
 class Reply(Vertical, can_focus=True):
     """One reply. following: whether the reader is at the end of the conversation."""
@@ -86,12 +88,12 @@ class Reply(Vertical, can_focus=True):
 
     def _end(self):
         found = self.message.figures
-        failed = found.get("reason") == "failed"
-        self._name.update("Reply ✗" if failed else "Reply")
-        self._fault.display = failed
-        if failed:
-            self._fault.update(f"✗ {printable(found.get('error') or 'no reason is known')}\n"
-                               "ctrl+r retries")
+        fault = {"failed": found.get("error") or "no reason is known",
+                 "interrupted": INTERRUPTED}.get(found.get("reason"))
+        self._name.update("Reply ✗" if fault else "Reply")
+        self._fault.display = bool(fault)
+        if fault:
+            self._fault.update(f"✗ {printable(fault)}\nctrl+r retries")
         self._figures.update(printable(figures(found)))
 
     async def end(self):

@@ -11,6 +11,7 @@ import os
 import pathlib
 import secrets
 import stat
+import threading
 from dataclasses import dataclass
 
 from tui.chat.checks import Damaged
@@ -43,6 +44,7 @@ class Store:
     def __init__(self, path=None):
         self.path = pathlib.Path(path) if path else folder()
         self._seen = {}         # id: what its file was when last read or written
+        self._one = threading.Lock()    # of what writes: a growing reply is written by a thread
 
     def entries(self):
         """([Entry], newest first; [line for each file that is none]). Reads every file."""
@@ -62,21 +64,33 @@ class Store:
 
     def save(self, conversation):
         """Write it; gives it a new id where the file under its own is not ours any more."""
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not self._ours(conversation.id):
-            conversation.id = f"{conversation.id[:40]}-{secrets.token_hex(4)}"
-        self._seen[conversation.id] = write(self._file(conversation.id), text(conversation), 0o600)
+        with self._one:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not self._ours(conversation.id):
+                conversation.id = f"{conversation.id[:40]}-{secrets.token_hex(4)}"
+            self._write(conversation)
+
+    def save_part(self, conversation):
+        """Write it as far as it is, over a file that is ours; `save`, at its reply's end, does what
+        else there is to do."""
+        with self._one:
+            if conversation.id in self._seen and self._ours(conversation.id):
+                self._write(conversation)
 
     def delete(self, name):
         """Remove the file of a conversation that was read or written here."""
-        if self._ours(name):
-            self._file(name).unlink(missing_ok=True)
-        self._seen.pop(name, None)
+        with self._one:
+            if self._ours(name):
+                self._file(name).unlink(missing_ok=True)
+            self._seen.pop(name, None)
 
     def take(self, path):
         """A conversation from any file, under a new id, not yet kept."""
         conversation, _ = read(pathlib.Path(path))
         return dataclasses.replace(conversation, id=Conversation.new().id)
+
+    def _write(self, conversation):
+        self._seen[conversation.id] = write(self._file(conversation.id), text(conversation), 0o600)
 
     def _file(self, name):
         return self.path / (name + SUFFIX)

@@ -91,7 +91,7 @@ class Reader:
 
 async def stream(client, conversation, message, post):
     """Ask for the conversation's next reply and let `message`, its last, grow. post: takes Textual
-    messages. message.figures are there when ReplyEnded or ReplyFailed is posted."""
+    messages. It has its figures, and grows no more, when ReplyEnded or ReplyFailed is posted."""
     body, reader = conversation.body(), Reader(message)
     started, told = time.monotonic(), 0.0
     first = later = None        # later: the timer of a `tell` that is due
@@ -110,6 +110,7 @@ async def stream(client, conversation, message, post):
         message.figures = figures_of(reason, reader.usage, seconds, first, error)
         if "tokens" not in message.figures and reader.pieces:
             message.figures["pieces"] = reader.pieces
+        message.growing = False
         return seconds
 
     try:
