@@ -1,15 +1,11 @@
 # python -m pytest tests/tui/test_chat.py
 """Questions and replies in the chat by its keys: what is sent, what is shown, what goes wrong."""
 
-import asyncio
-
 import pytest
 from textual.widgets import Collapsible
 
-from chat_driver import Driver, Host, asked, runner
-from serving import Serve
+from chat_driver import asked, runner
 from tui.chat.composer import Composer
-from tui.chat.conversation import Settings
 
 pytestmark = pytest.mark.anyio
 SIZES = [(80, 24), (120, 40), (240, 60)]
@@ -265,26 +261,3 @@ async def test_a_terminal_obeys_nothing_of_a_reply(run, server):
         assert not set(d.screen) & set("\x1b\x07\x9b")
         assert "[bold]hi" in d.screen and "[red]plain[/red]" in d.screen and "␛" in d.screen
     await run(steps, (120, 40))
-
-
-@pytest.mark.mpi
-async def test_two_ranks(screen_text, until):
-    """A real engine: the second prompt extends what the first left; one too long is refused."""
-    with Serve(2, "--context", "2048") as engine:
-        app = Host(engine.url)
-        async with app.run_test(size=(120, 40)) as pilot:
-            d = Driver(app, pilot, engine, screen_text, until)
-            d.chat.current.settings = Settings(max_tokens=24)
-            await d.ask("What is 2 plus 2?")
-            await d.ask("And 3 plus 4?")
-            first, second = d.chat.current.messages[1::2]
-            assert first.figures["tokens"] > 1 and first.figures["cached"] == 0
-            assert second.figures["cached"] > 0 and second.figures["reason"] in ("stop", "length")
-            d.chat.query_one(Composer).put("too long " * 3000)
-            await d.ask("")
-            error = d.chat.current.messages[-1].figures["error"]
-            assert "2048" in error.replace(",", ""), error
-            assert "✗ " in d.screen
-            async with asyncio.timeout(30):     # telemetry is a little behind the reply's end
-                while (await app.client.once())["requests"]:
-                    await asyncio.sleep(0.02)
