@@ -117,6 +117,24 @@ def test_start_chat_stop_quit(server, terminal):
     assert terminal.code.read_text() == "0\n" and terminal.cooked
 
 
+def test_a_reply_is_copied_to_the_terminals_clipboard(server, terminal):
+    """By OSC 52: all of it, as Markdown, also what is above the screen."""
+    text = "# Grüße\n\n" + "A *line* of 東京.\n\n" * 60 + "```python\nx = 1\n```\n"
+    server.say(text)
+    terminal.ask("set-option", "-g", "set-clipboard", "on")
+    terminal.see("● live")
+    terminal.keys("F3")
+    terminal.see("Enter sends")
+    terminal.keys("x", "Enter")
+    terminal.see("x = 1", "complete")
+    terminal.keys("BTab")           # from the message to the reply
+    terminal.see("c Copy reply")
+    terminal.keys("c")
+    terminal.see("characters copied")
+    assert until(lambda: terminal.ask("list-buffers"), "a buffer")
+    assert terminal.ask("show-buffer") == text
+
+
 def test_a_resize(terminal):
     terminal.see("● live", "Engine")
     for width, height in ((140, 45), (60, 18), (200, 50)):
