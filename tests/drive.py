@@ -327,12 +327,13 @@ class Report:
                   flush=True)
 
 
-def run_script(body):
-    """body(report), then the report; an exception on one rank ends all, with its traceback."""
+def run_script(body, *args):
+    """body(report, *args), then the report; an exception on one rank ends all, with its traceback.
+    """
     import traceback
     report = Report()
     try:
-        body(report)
+        body(report, *args)
         report.finish()
     except BaseException:
         traceback.print_exc()

@@ -1,11 +1,14 @@
 """Start ranks from a test, and leave none behind."""
 
+import contextlib
 import os
 import pathlib
+import selectors
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -31,22 +34,82 @@ def run_mpi(world, args, timeout, stdin=None, env=None):
     Returns a CompletedProcess (text). After `timeout` seconds, ends every process that it started
     and raises subprocess.TimeoutExpired with the output so far.
     """
-    args = [args] if isinstance(args, (str, os.PathLike)) else args
-    command = [find_mpirun(), "-np", str(world), sys.executable, *map(str, args)]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **OPEN_MPI, **(env or {})}, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True)
+    process = _start(world, args, env, subprocess.PIPE)
     try:
         out, err = process.communicate(stdin or "", timeout=timeout)
     except subprocess.TimeoutExpired:
         _end(process)
         out, err = process.communicate()
-        raise subprocess.TimeoutExpired(command, timeout, out, err) from None
+        raise subprocess.TimeoutExpired(process.args, timeout, out, err) from None
     except BaseException:
         _end(process)
         raise
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+class Ranks:
+    """Ranks that answer a line of standard input with a line, again and again: they start once.
+
+    args, env: as run_mpi's. The program must end at an empty line.
+    """
+
+    def __init__(self, world, args, env=None):
+        self._errors = tempfile.TemporaryFile()
+        self._process = _start(world, args, env, self._errors)
+
+    def ask(self, line, timeout):
+        """The answer, the last line where there are several at once.
+
+        AssertionError with all output where there is none in time, or the ranks have ended.
+        """
+        process, said, give_up = self._process, "", time.monotonic() + timeout
+        with contextlib.suppress(BrokenPipeError):      # they have ended: told below
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not said.endswith("\n"):
+                if not selector.select(max(0.0, give_up - time.monotonic())):
+                    self.end(at_once=True)
+                    raise AssertionError(f"no answer in {timeout:g} s\n{said}\n{self.errors()}")
+                piece = os.read(process.stdout.fileno(), 1 << 16)
+                if not piece:
+                    process.wait(60)
+                    code = process.returncode
+                    raise AssertionError(f"exit code {code}\n{said}\n{self.errors()}")
+                said += piece.decode()
+        return said.splitlines()[-1]
+
+    def errors(self):
+        """What the ranks have written to standard error."""
+        return os.pread(self._errors.fileno(), 1 << 20, 0).decode("utf-8", "replace")
+
+    @property
+    def ended(self):
+        """Whether they are gone."""
+        return self._process.poll() is not None
+
+    def end(self, at_once=False):
+        """Let them end, or end them; the exit code."""
+        process = self._process
+        try:
+            if not at_once and not self.ended:
+                process.stdin.write("\n")
+                process.stdin.flush()
+                process.wait(60)
+        finally:
+            if not self.ended:
+                _end(process)
+        return process.returncode
+
+
+def _start(world, args, env, stderr):
+    """The process of `mpirun -np world python args` in the tree's root."""
+    args = [args] if isinstance(args, (str, os.PathLike)) else args
+    command = [find_mpirun(), "-np", str(world), sys.executable, *map(str, args)]
+    return subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **OPEN_MPI, **(env or {})}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
 
 
 def _end(process):

@@ -5,9 +5,8 @@ import sys
 from drive import mini_replies, run_script, world
 
 
-def body(report):
+def body(report, placement, which):
     """Every case of expected.json at once, four of them live at a time."""
-    placement, which = sys.argv[1:]
     cases, found, waited = mini_replies(which, "--placement", placement)
     if world().rank:
         return
@@ -19,4 +18,4 @@ def body(report):
 
 
 if __name__ == "__main__":
-    run_script(body)
+    run_script(body, *sys.argv[1:])
