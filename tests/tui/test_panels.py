@@ -166,6 +166,23 @@ async def test_plots_have_axes_and_rates(size, screen_text):
         assert plot[-2][6:].strip("█") == ""
 
 
+@pytest.mark.parametrize("size", SIZES, ids=SIZE_NAMES)
+async def test_a_young_history_fills_its_plot(size):
+    """The window grows with what is known of the past, and its label with it."""
+    state = tree()
+    app = Host()
+    async with app.run_test(size=size) as pilot:
+        for seconds, window, label in ((12, 30, "-30 s"), (30, 30, "-30 s"), (31, 60, "-1 min"),
+                                       (61, 120, "-2 min"), (125, 300, "-5 min"),
+                                       (400, 300, "-5 min")):
+            await show(pilot, state, past(state, seconds=seconds))
+            *_, bars, axis = app.query_one("#plot-decode", Plot).render().plain.splitlines()
+            assert axis.strip().startswith(label + " ") and axis.endswith("now")
+            known = len(bars[6:].strip()) / len(bars[6:])
+            assert known == pytest.approx(min(1, seconds / window), abs=1.01 / len(bars[6:]))
+            assert bars.endswith("█")
+
+
 async def test_an_unknown_rate_is_blank_and_none_is_zero(screen_text):
     state = tree()
     app = Host()

@@ -2,7 +2,8 @@
 
 A column is a stretch of time that begins at a whole multiple of its length, so that a bar never
 changes once its stretch is over: the picture moves one column at a time. The last is of as long a
-stretch that ends now. "_" is zero, a blank is not known.
+stretch that ends now. "_" is zero, a blank is not known. All columns together are the least of
+WINDOWS that holds the history, so that a young one is no sliver at the right edge.
 """
 
 import math
@@ -15,6 +16,7 @@ from tui.state import HISTORY
 
 BARS = "_▁▂▃▄▅▆▇█"
 GUTTER = 6              # columns of the labels on the left, with the axis
+WINDOWS = 30.0, 60.0, 120.0, HISTORY    # seconds
 
 
 def ceiling(value):
@@ -98,7 +100,8 @@ class Plot(Widget):
         if self._history is None or width <= GUTTER + 8 or height < 3:
             return self._content
         points, height = width - GUTTER, height - 2
-        values = stretches(self._history.samples, self._counter, points, HISTORY)
+        window = next((w for w in WINDOWS if self._history.span <= w), HISTORY)
+        values = stretches(self._history.samples, self._counter, points, window)
         bars, top = draw(values, height)
         now = units.rate(self._history.rate(self._counter), self._unit)
         parts = [(f"{self._title} ", "bold"), (f"{now:<14}"[:width - len(self._title) - 1], ""),
@@ -113,7 +116,7 @@ class Plot(Widget):
                 label = units.short(top / 2)
             parts += [(f"{label:>{GUTTER - 1}}{'┤' if label else '│'}", "$text-muted"),
                       (line, self._colour), "\n"]
-        parts.append((" " * GUTTER + _time_axis(points), "$text-muted"))
+        parts.append((" " * GUTTER + _time_axis(points, window), "$text-muted"))
         return Content.assemble(*parts)
 
     def render(self):
@@ -126,9 +129,13 @@ class Plot(Widget):
         self.draw()
 
 
-def _time_axis(points):
+def _time_axis(points, window):
     """Labels below the columns: how long ago the first is, the middle one, and now."""
-    left, right = f"-{HISTORY / 60:g} min", "now"
-    middle = f"-{HISTORY / 120:g} min" if points >= 30 else ""
+    left, right = _ago(window), "now"
+    middle = _ago(window / 2) if points >= 30 else ""
     before = max(0, (points - len(middle)) // 2 - len(left))
     return left + " " * before + middle + right.rjust(points - len(left) - before - len(middle))
+
+
+def _ago(seconds):
+    return f"-{seconds:g} s" if seconds < 60 else f"-{seconds / 60:g} min"
