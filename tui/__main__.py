@@ -1,6 +1,7 @@
 """`python -m tui`: the console of an engine that runs here or elsewhere.
 
-Exit code 1: --once got no answer. 2: the command line, or a file that cannot be used.
+Exit code 1: --once got no answer. 2: the command line, or a file or an engine's command that cannot
+be used. 128 + N: signal N ended the console.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import sys
 
 from tui.app import Console
 from tui.client import URL, Client, ClientError
+from tui.ending import Ending
 from tui.link import run
 from tui.messages import Link
 from tui.once import report
@@ -44,6 +46,10 @@ def parse(argv):
         parser.error("--replay goes with neither --record nor --once")
     if found.once and found.record:
         parser.error("--once and --record exclude each other")
+    if found.start == []:
+        parser.error("--start needs the command that starts the engine after it")
+    if found.start and (found.replay or found.once or found.record):
+        parser.error("--start goes with neither --once, --record nor --replay")
     return found
 
 
@@ -52,18 +58,18 @@ def main(argv=None):
     args = parse(argv)
     try:
         if args.replay:
-            return _show(None, read(args.replay))
+            return _show(Console(None, read(args.replay)))
         client = Client(args.connect, args.api_key)
         if args.once:
             return asyncio.run(_once(client))
-        if args.start:
+        if args.start is not None:
             return _start(client, args.start)
         if not args.record:
-            return _show(client)
+            return _show(Console(client))
         with Recorder(args.record) as recorder:
             if not _terminal():
                 return asyncio.run(_record(client, recorder))
-            code = _show(client, record=recorder)
+            code = _show(Console(client, record=recorder))
         if recorder.failed:
             return _say(recorder.failed, 2)
         return code
@@ -75,22 +81,32 @@ def _start(client, command):
     """The console over an engine of its own."""
     if not _terminal():
         return _say("--start needs a terminal", 2)
-    engine = Started(command)
-    try:
-        return _show(client, engine=engine)
-    finally:
-        if not engine.left:
-            print("stopping the engine ...", flush=True)
-            engine.stop()
+    with Ending() as ending:
+        try:
+            engine = Started(command)
+        except OSError as e:
+            return _say(f"the engine is not started: {e.filename}: {e.strerror}", 2)
+        try:
+            code = ending.run(Console(client, engine=engine))
+        finally:
+            if not engine.left:
+                if ending.code is None:     # else nobody may be there to read it
+                    _stopping()
+                engine.stop()
+        return ending.code or code
 
 
-def _show(client, replay=None, record=None, engine=None):
+def _stopping():
+    with contextlib.suppress(OSError):      # a terminal that is gone must not keep the engine
+        print("stopping the engine ...", flush=True)
+
+
+def _show(app):
     if not _terminal():
         return _say("the console needs a terminal; --once prints a snapshot, --record FILE records "
                     "without one", 2)
-    app = Console(client, replay, record, engine)
-    app.run()
-    return app.return_code or 0
+    with Ending() as ending:
+        return ending.run(app)
 
 
 def _terminal():

@@ -6,9 +6,6 @@ from, so a recording is shown by the same code.
 """
 
 import asyncio
-import os
-import signal
-import threading
 
 from textual import on, work
 from textual.app import App, SystemCommand
@@ -27,7 +24,6 @@ from tui.messages import CancelRequest, Health, Link, Note, Restarted, Telemetry
 from tui.state import History, faults, number, text
 
 HEALTH = 3.0                    # seconds between two looks at /health
-GRACE = 3.0                     # seconds that leaving on a signal may take
 DARK, LIGHT = "textual-dark", "textual-light"
 
 
@@ -77,30 +73,11 @@ class Console(App):
 
     def on_mount(self):
         self.theme = DARK
-        self._running_loop = asyncio.get_running_loop()
-        if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGTERM, signal.SIGHUP):
-                signal.signal(signum, self._leave)
         self.watch_engine()
         if self.client:
             self.watch_health()
         if self.engine:
             self._watch = self.set_interval(0.5, self._watch_started)
-
-    def _leave(self, signum, frame):
-        """End on a signal, with the terminal as it was. Without one (SIGHUP) nothing more is
-        written, and what was being written then, for ever, ends the hard way."""
-        if signum == signal.SIGHUP and self._driver:
-            self._driver.write = lambda data: None
-
-        def hard():
-            if self.engine and not self.engine.left:
-                self.engine.stop()
-            os._exit(128 + signum)
-        last = threading.Timer(GRACE, hard)
-        last.daemon = True
-        last.start()
-        self._running_loop.call_soon_threadsafe(self.exit)
 
     async def on_unmount(self):
         if self.client:

@@ -5,27 +5,23 @@ here do not reach it, with its output in a file. It ends with the console, unles
 running.
 """
 
+import contextlib
 import os
-import pathlib
 import signal
 import subprocess
+
+from tui.chat import store
 
 STOP_SECONDS = 25       # an engine drains for 10 s and ends within 10 more
 TAIL = 6                # lines of its output that are shown when it ends by itself
 BYTES = 4096
 
 
-def state_folder():
-    """Where the console keeps files between two starts."""
-    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return pathlib.Path(base) / "sparkgrid"
-
-
 class Started:
     """A running command. path: the file that takes its output."""
 
     def __init__(self, command):
-        folder = state_folder()
+        folder = store.folder().parent
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "engine.log"
         self.left = False       # it goes on when the console ends
@@ -55,9 +51,9 @@ class Started:
         """Let it finish what it says and end; its exit code. Blocks for STOP_SECONDS at most."""
         if self.code is None:
             self._process.send_signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):   # nothing of it is left
                 os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
+            self._process.wait()
         return self.code

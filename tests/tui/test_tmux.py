@@ -172,7 +172,7 @@ def test_ctrl_c_does_not_end_it_and_a_signal_restores_the_terminal(terminal):
     terminal.see("Everywhere")
     os.kill(terminal.pid, signal.SIGTERM)
     terminal.see("console left")
-    assert terminal.code.read_text() == "0\n" and terminal.cooked
+    assert terminal.code.read_text() == "143\n" and terminal.cooked
 
 
 @pytest.mark.parametrize("view", ["F2", "F3"])
