@@ -12,7 +12,7 @@ from textual.app import App, SystemCommand
 from textual.binding import Binding
 from textual.widgets import ContentSwitcher, Footer, Static
 
-from tui import link, once
+from tui import link, once, settings
 from tui.banner import Banner
 from tui.bar import Bar
 from tui.chat.chat import Chat
@@ -72,7 +72,9 @@ class Console(App):
         yield Footer()
 
     def on_mount(self):
-        self.theme = DARK
+        kept = settings.theme()
+        self.theme = kept if kept in self.available_themes else DARK
+        self.watch(self, "theme", self._keep_theme, init=False)
         self.watch_engine()
         if self.client:
             self.watch_health()
@@ -244,7 +246,14 @@ class Console(App):
 
     def action_light(self):
         """The light theme, or the dark one."""
-        self.theme = DARK if self.theme == LIGHT else LIGHT
+        self.theme = LIGHT if self.current_theme.dark else DARK
+
+    def _keep_theme(self, name):
+        """Remember it for the next start, however it was chosen."""
+        try:
+            settings.keep_theme(name)
+        except OSError as e:
+            self.note("warning", f"the theme is not remembered: {e.strerror}: {settings.path()}")
 
     def action_copy_state(self):
         """The snapshot as text, to the clipboard."""

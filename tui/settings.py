@@ -1,0 +1,34 @@
+"""What the console remembers of itself: {"theme": name} in $XDG_STATE_HOME/sparkgrid/console.json.
+
+A file that cannot be read, or is something else, counts as none: the next choice replaces it.
+"""
+
+import json
+
+from tui.chat import store
+
+MOST = 1 << 16          # bytes of the file that are read
+
+
+def path():
+    """Of the file."""
+    return store.folder().with_name("console.json")
+
+
+def theme():
+    """The name of the theme that was chosen last, or None."""
+    try:
+        if not path().is_file():        # a pipe under this name must not be waited for
+            return None
+        with open(path(), "rb") as file:
+            found = json.loads(file.read(MOST))
+    except (OSError, ValueError, RecursionError):
+        return None
+    name = found.get("theme") if isinstance(found, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def keep_theme(name):
+    """Remember it; an OSError where that is not possible."""
+    path().parent.mkdir(parents=True, exist_ok=True)
+    store.write(path(), json.dumps({"theme": name}) + "\n")
