@@ -15,7 +15,8 @@ from tui.units import span
 
 
 class Banner(Static):
-    """Hidden while all is well. The app tells it what it hears with link, fault and health."""
+    """Hidden while all is well. The app tells it what it hears with link, fault and health. A click
+    tries the engine now, like F5."""
 
     DEFAULT_CSS = """
     Banner { height: auto; max-height: 3; padding: 0 1; display: none; }
@@ -30,6 +31,9 @@ class Banner(Static):
 
     def on_mount(self):
         self.set_interval(0.5, self._tick, name="countdown")
+
+    def on_click(self):
+        self.app.action_hurry()
 
     def link(self, up, reason, retry_in):
         """The engine answers, or does not: why, and seconds to the next try (0: right now)."""

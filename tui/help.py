@@ -79,7 +79,7 @@ class Line(Horizontal):
 
 
 class Help(ModalScreen):
-    """Closed by Esc, F1 or q."""
+    """Closed by Esc, F1, q, or a click beside it."""
 
     DEFAULT_CSS = """
     Help { align: center middle; }
@@ -91,6 +91,10 @@ class Help(ModalScreen):
 
     def __init__(self):
         super().__init__(id="help")
+
+    def on_click(self, event):
+        if event.widget is self:
+            self.dismiss()
 
     def compose(self):
         sections = [*keys_of(self.app), ("Everywhere, too", MORE), ("Words and signs", WORDS)]
