@@ -78,6 +78,8 @@ class Server(http.server.ThreadingHTTPServer):
             if self.kept.get(messages[0]["content"]) == messages[:-2] or self.wrong == "afresh":
                 cached = (tokens - 1) * (self.wrong != "cached")
             self.kept[messages[0]["content"]] = messages
+        else:
+            self.kept.clear()       # other prompts take the states' places
         entry = {"token": "x", "bytes": [120], "logprob": logprob, "top_logprobs": []}
         return said, {"content": [entry]}, {
             "prompt_tokens": tokens, "completion_tokens": 1,
