@@ -36,7 +36,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recording", nargs="?", default=ROOT / "tests/tui/six_ranks.jsonl")
     parser.add_argument("svg", nargs="?", default=ROOT / "docs/console.svg", type=pathlib.Path)
-    parser.add_argument("--at", type=float, default=33.0,
+    parser.add_argument("--at", type=float, default=27.6,
                         help="seconds of the recording to show (default: %(default)s)")
     args = parser.parse_args()
     events = [event for event in record.read(args.recording) if event[0] <= args.at]

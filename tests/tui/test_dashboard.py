@@ -8,6 +8,8 @@ import copy
 import random
 
 import pytest
+from textual.app import App
+from textual.content import Content
 from textual.widget import Widget
 
 from canned_server import tree, wrong
@@ -289,6 +291,24 @@ async def test_pictures_follow_the_size():
         await pilot.pause()
         for plot in app.query(Plot):
             assert len(plot.render().plain.splitlines()) == plot.size.height
+
+
+async def test_a_panel_is_as_high_as_its_picture():
+    """Whatever width the last one was drawn for: a wider one would have to be wrapped."""
+    class Line(Panel):
+        def picture(self, state, history, width):
+            return Content("x" * width)
+
+    class Narrow(App):
+        def compose(self):
+            yield Line()
+
+    app = Narrow()
+    async with app.run_test(size=(30, 10)) as pilot:
+        await pilot.pause()
+        line = app.query_one(Line)
+        assert line.content_size == (28, 1)
+        assert line.get_content_height(app.size, app.size, 14) == 1
 
 
 async def test_another_engine_with_fewer_ranks():

@@ -1,5 +1,5 @@
 # pytest tests/tui/test_panels.py
-"""The dashboard's panels one by one: map, window, plots, tables, log, and how they change.
+"""The dashboard's panels one by one: map, window, plots, tables, and how they change.
 
 The window is held against the pool's arithmetic by trying every length, the plot against rates
 worked out by hand.
@@ -19,7 +19,6 @@ from tui.dashboard import Dashboard, pagemap
 from tui.dashboard.engine import Engine
 from tui.dashboard.kept import Kept
 from tui.dashboard.livetable import clock
-from tui.dashboard.log import ENTRIES, EventLog
 from tui.dashboard.panel import clean
 from tui.dashboard.plot import Plot, ceiling, draw, stretches
 from tui.dashboard.rank import Rank, Ranks
@@ -69,6 +68,18 @@ def test_replicated_pages_are_cells_of_the_same_scale():
     assert last == "◆" * 7 + "◇" * 3
     rank["replicated"].update(leased=1, kept=0)
     assert pagemap.cells_of(rank)[1].count("R") == 1        # one page in use does show
+
+
+async def test_the_legend_says_how_many_pages_a_cell_is():
+    app = Host()
+    async with app.run_test(size=(120, 40)) as pilot:
+        for state, words in ((tree(pages=32), "a cell is 1 page "),
+                             (tree(world=2, pages=1024), "a cell is 4 pages ")):
+            await show(pilot, state)
+            assert words in app.query_one(pagemap.Legend).render().plain + " "
+        state["ranks"][1]["pages"]["total"] = 2560
+        await show(pilot, copy.deepcopy(state))
+        assert "a cell is 4 to 10 pages" in app.query_one(pagemap.Legend).render().plain
 
 
 @pytest.mark.parametrize("size", SIZES, ids=SIZE_NAMES)
@@ -315,58 +326,7 @@ def test_clock(seconds, text):
     assert clock(seconds) == text and len(text) <= 9
 
 
-# ---- the log -------------------------------------------------------------------------------------
-
-async def test_the_log_is_bounded_and_takes_each_line_once():
-    app = Host()
-    async with app.run_test(size=(120, 40)) as pilot:
-        log = app.query_one(EventLog)
-        state = tree(log=10_000)
-        history = await show(pilot, state)
-        assert len(log._entries) == ENTRIES and len(log._lines) <= 4 * ENTRIES
-        assert "14,999" in log.as_text().splitlines()[-1]
-        for i in range(5):                      # the engine's last 200, one new each time
-            state = {**state, "log": [*state["log"][1:], {
-                "time": state["time"] + i, "level": "fault", "text": f"new {i}"}][-200:]}
-            await show(pilot, state, history)
-        history.note("warning", "own line")
-        await show(pilot, state, history)
-        await show(pilot, copy.deepcopy(state), history)
-        last = log.as_text().splitlines()[-6:]
-        assert [x.split(" ", 2)[2] for x in last] == [*(f"new {i}" for i in range(5)), "own line"]
-        assert len(log._entries) == ENTRIES
-        assert len(log._lines) == log.virtual_size.height
-        assert log.scroll_offset.y == log.max_scroll_y          # it follows the end
-
-
-async def test_the_log_stays_where_the_reader_is():
-    app = Host()
-    async with app.run_test(size=(120, 40)) as pilot:
-        log = app.query_one(EventLog)
-        state = tree(log=100)
-        history = await show(pilot, state)
-        log.scroll_to(y=30, animate=False, immediate=True)
-        await pilot.pause()
-        reading = log._lines[log.scroll_offset.y]
-        state = {**state, "log": [*state["log"], {"time": 2e9, "level": "fault", "text": "new"}]}
-        await show(pilot, state, history)
-        assert log._lines[log.scroll_offset.y] == reading
-
-
-async def test_long_lines_are_wrapped_and_copied_whole(screen_text):
-    app = Host()
-    async with app.run_test(size=(80, 24)) as pilot:
-        words = " ".join(f"word{i}" for i in range(40))
-        await pilot.press("5")
-        await show(pilot, {"log": [{"time": 1e9, "level": "fault", "text": words}]})
-        text = screen_text(app)
-        assert all(f"word{i}" in text for i in range(40)) and "✗ fault" in text
-        await pilot.press("y")
-        assert app.copied.endswith(words)
-        await pilot.resize_terminal(50, 24)
-        await pilot.pause()
-        assert all(f"word{i}" in screen_text(app) for i in range(40))
-
+# ---- words of others ----------------------------------------------------------------------------
 
 def test_what_a_server_says_is_harmless():
     assert clean("a\x1b[31mb\r\nc\x07") == "a [31mb  c "

@@ -22,6 +22,8 @@ ENTRIES = 1000          # that are remembered
 LONGEST = 2000          # characters of an entry
 SIGNS = {"fault": "✗", "refusal": "○", "warning": "!", "info": "·"}
 INDENT = 20             # columns of time and level
+WIDE = 80               # columns from which the rest of an entry stands below its beginning
+HANG = 2                # columns before the rest elsewhere
 
 
 class EventLog(ScrollView):
@@ -29,7 +31,8 @@ class EventLog(ScrollView):
 
     DEFAULT_CSS = """
     EventLog { height: 1fr; min-height: 3; padding: 0 1; border-top: solid $panel;
-          border-title-color: $text; scrollbar-size-vertical: 1; }
+          border-title-color: $text; scrollbar-size-vertical: 1; scrollbar-gutter: stable;
+          overflow-x: hidden; }
     EventLog:focus { border-top: heavy $primary; }
     EventLog > .log--time { color: $text-muted; }
     EventLog > .log--fault { color: $text-error; text-style: bold; }
@@ -105,12 +108,16 @@ class EventLog(ScrollView):
         return n
 
     def _wrap(self, entry):
-        """[(entry, text, whether it is the first)] in the present width."""
-        room = max(10, self._width - INDENT)
+        """[(entry, text, whether it is the first)] in the present width. After the first the text
+        has its indent."""
+        width, rest = max(INDENT + 10, self._width), INDENT if self._width >= WIDE else HANG
         if cell_len(entry[2]) == len(entry[2]):
-            lines = textwrap.wrap(entry[2], room)
+            lines = textwrap.wrap(entry[2], width, initial_indent=" " * INDENT,
+                                  subsequent_indent=" " * rest)
+            lines[:1] = [line[INDENT:] for line in lines[:1]]
         else:
-            lines = [line.plain.rstrip() for line in Content(entry[2]).wrap(room)]
+            lines = [line.plain.rstrip() for line in Content(entry[2]).wrap(width - INDENT)]
+            lines[1:] = [" " * rest + line for line in lines[1:]]
         return [(entry, line, i == 0) for i, line in enumerate(lines or [""])]
 
     def _resized(self):
@@ -138,7 +145,7 @@ class EventLog(ScrollView):
             return Strip.blank(width, base)
         (at, level, _), line, first = self._lines[i]
         if not first:
-            segments = [Segment(" " * INDENT, base), Segment(line, base)]
+            segments = [Segment(line, base)]
         else:
             name = f"log--{level}"
             known = name in self.COMPONENT_CLASSES

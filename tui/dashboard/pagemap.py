@@ -7,6 +7,7 @@ what most of its cells are, and of equals the busier.
 
 from textual.content import Content, Span
 
+from tui import units
 from tui.dashboard.panel import Panel, flow
 from tui.state import number, rows, text
 
@@ -80,7 +81,8 @@ def _line(cells):
 
 
 class Legend(Panel):
-    """What the shapes of the map mean; of the replicated ones only where there is such a region."""
+    """What the shapes of the map mean, of the replicated ones only where there is such a region;
+    and how many pages a cell is."""
 
     DEFAULT_CSS = "Legend { border-top: none; }"
     HELP = "Shapes of the page map. A cell is what most of its pages are."
@@ -88,5 +90,12 @@ class Legend(Panel):
     def picture(self, state, history, width):
         replicated = any((number(r, "replicated", "total") or 0) > 0 for r in rows(state, "ranks"))
         kinds = KINDS if replicated else SPLIT
-        return flow([(Content.assemble((shape, colour), " ", what), len(what) + 2)
-                     for shape, colour, what in kinds.values()], width)
+        facts = [(Content.assemble((shape, colour), " ", what), len(what) + 2)
+                 for shape, colour, what in kinds.values()]
+        scales = {cells_of(r)[2] for r in rows(state, "ranks")} - {None}
+        if scales:
+            ends = sorted({min(scales), max(scales)})
+            pages = " to ".join(units.short(round(n, 2)) for n in ends)
+            line = f"a cell is {pages} page{'s' * (pages != '1')}"
+            facts.append((line, len(line)))
+        return flow(facts, width)

@@ -69,11 +69,15 @@ class Panel(Widget):
         """Make the picture again, of the newest tree in the present width."""
         if not self.is_attached or not shown(self):
             return
-        content = self.picture(*self._seen, self.content_size.width or WIDTH)
+        width, height = self.content_size
+        content = self.picture(*self._seen, width or WIDTH)
         if not content.is_same(self._content):
-            taller = content.plain.count("\n") != self._content.plain.count("\n")
             self._content = content
-            self.refresh(layout=taller)
+            self.refresh(layout=content.get_height(self.styles, width or WIDTH) != height)
+
+    def get_content_height(self, container, viewport, width):
+        """As high as the picture of this width, whatever width the last one was drawn for."""
+        return self.picture(*self._seen, width).get_height(self.styles, width) if width else 0
 
     def picture(self, state, history, width):
         raise NotImplementedError

@@ -11,6 +11,7 @@ from tui.state import number, rows, table, text
 MOST = 16               # ranks that are shown
 LATE = 3.0              # seconds of rounds that a rank may lack before the panel says so
 NARROW = 60             # columns below which a rank's facts are fewer
+COUNTS = 71             # columns that all counts of pages need on one line
 LINES = 2               # of a map where the ranks do not all fit
 
 
@@ -59,9 +60,6 @@ def _facts(rank, width):
                 for kind in (kinds if width >= NARROW else kinds[:1])] or [("memory ?", 17)]
     pages = [(f"{k} {figure(number(rank, 'pages', k), 7).strip():>6}", len(k) + 7)
              for k in ("free", "leased", "kept")]
-    _, _, scale = pagemap.cells_of(rank)
-    (process if width >= NARROW else pages).append(
-        (f"cell {units.short(round(scale or 1, 2))} page{'s' if scale != 1 else ''}", 16))
     if total := number(rank, "replicated", "total"):
         used = total - (number(rank, "replicated", "free") or 0)
         pages.append((f"replicated {units.short(used)} of {units.short(total)}", 24))
@@ -107,7 +105,8 @@ class Ranks(VerticalScroll):
         if not panels:
             return
         replicated = any(number(r, "replicated", "total") for r in rows(self._seen[0], "ranks"))
-        other = 3 + (self.size.width < NARROW) + replicated     # lines of a panel besides its map
+        # lines of a panel besides its map
+        other = 3 + (1 + (self.size.width < COUNTS)) * replicated
         lines = (self.size.height - 2) // len(panels) - other
         for panel in panels:
             panel.lines = lines if lines > 0 else LINES
