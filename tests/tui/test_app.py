@@ -2,26 +2,20 @@
 """The console over a canned engine at three sizes: its views, help, themes, and what it does when
 the engine is gone, back, another one, unwell, or lies."""
 
-import asyncio
 import re
-import subprocess
-import sys
 
 import pytest
 
 from textual.binding import Binding
 
 from canned_server import CannedServer, tree, wrong
-from serving import Serve
 from tui import app as app_file
 from tui import link
 from tui.app import DARK, LIGHT, Console
 from tui.banner import Banner
-from tui.client import Client
 from tui.help import Help
 from tui.messages import CancelRequest, Telemetry
 from tui.once import report
-from tui.state import faults
 
 pytestmark = pytest.mark.anyio
 SIZES = [(80, 24), (120, 40), (240, 60)]
@@ -291,37 +285,6 @@ async def test_a_chat(console, server, until, screen_text):
         assert server.asked[0]["messages"] == [{"role": "user", "content": "What?"}]
         await pilot.press("f2", "f3")
         assert app.is_running
-
-
-# ---- a real engine -------------------------------------------------------------------------------
-
-@pytest.mark.mpi
-async def test_two_real_ranks(until, screen_text):
-    with Serve(2) as engine:
-        app = Console(Client(engine.url))
-        async with app.run_test(size=(120, 40)) as pilot:
-            await until(lambda: len(app.state.get("ranks", ())) == 2, "two ranks")
-            assert faults(app.state) == []
-            once = await asyncio.to_thread(
-                subprocess.run, [sys.executable, "-m", "tui", "--once", "--connect", engine.url],
-                capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
-            assert once.returncode == 0 and ": mini, 2 ranks, up " in once.stdout
-            await pilot.press("f3")
-            await pilot.pause()
-            await pilot.press(*"Hello", "enter")
-            await until(lambda: "How can I help you?" in screen_text(app), "the reply")
-            await pilot.press("f2")
-            await until(lambda: app.state["tokens"]["decode"] > 5, "its tokens")
-            await until(lambda: "● live" in screen_text(app), "the dashboard")
-            assert line_of(app) == "" and notes(app) == ["the engine answers"]
-            await until(lambda: not app.state["requests"], "the reply's end")
-            stream = engine.stream([300] * 3500, 500)     # seconds of prefill
-            await until(lambda: app.state["requests"], "a request")
-            for request in app.state["requests"]:
-                app.post_message(CancelRequest(request["id"]))
-            await until(lambda: not app.state["requests"], "its end")
-            await until(lambda: stream.end, "the stream's end")
-            await until(lambda: [n for n in notes(app) if "was cancelled" in n], "the note")
 
 
 # ---- recordings ----------------------------------------------------------------------------------
