@@ -8,26 +8,24 @@ from, so a recording is shown by the same code.
 import asyncio
 
 from textual import on, work
-from textual.app import App, SystemCommand
+from textual.app import App
 from textual.binding import Binding
 from textual.widgets import ContentSwitcher, Footer, Static
 
 from tui import link, once, settings
+from tui.actions import Actions
 from tui.banner import Banner
 from tui.bar import Bar
 from tui.chat.chat import Chat
 from tui.client import ClientError
 from tui.dashboard import Dashboard
-from tui.help import Help
-from tui.leave import LEAVE, Leave
 from tui.messages import CancelRequest, Health, Link, Note, Restarted, Telemetry
-from tui.state import History, faults, number, text
+from tui.state import History, faults, text
 
 HEALTH = 3.0                    # seconds between two looks at /health
-DARK, LIGHT = "textual-dark", "textual-light"
 
 
-class Console(App):
+class Console(Actions, App):
     """client: tui.client.Client, or None with replay, a list of (seconds, kind, data).
 
     record: None, or what to call with every event of the engine's (tui.record.Recorder).
@@ -72,9 +70,8 @@ class Console(App):
         yield Footer()
 
     def on_mount(self):
-        kept = settings.theme()
-        self.theme = kept if kept in self.available_themes else DARK
-        self.watch(self, "theme", self._keep_theme, init=False)
+        self.theme = settings.theme(self.available_themes)
+        self.watch(self, "theme", self.keep_theme, init=False)
         self.watch_engine()
         if self.client:
             self.watch_health()
@@ -195,86 +192,3 @@ class Console(App):
     def _show(self):
         if self.dashboard.is_attached:
             self.dashboard.update(self.state, self.history)
-
-    # --- actions --------------------------------------------------------------------------------
-
-    def action_view(self, name):
-        """Show a view and give it the focus."""
-        self.query_one(ContentSwitcher).current = name
-        self.bar.shown = name
-        view = self.query_one(f"#{name}")
-        first = next((w for w in self.screen_stack[0].focus_chain if view in w.ancestors), None)
-        if first and view not in (self.focused.ancestors if self.focused else ()):
-            first.focus()
-        self._show()
-
-    def action_help(self):
-        """The help screen, or away with it."""
-        if isinstance(self.screen, Help):
-            self.pop_screen()
-        else:
-            self.push_screen(Help())
-
-    def action_hurry(self):
-        """End the countdown."""
-        self._hurry.set()
-
-    async def action_quit(self):
-        """End; where the engine was started here and others use it, ask what becomes of it."""
-        why = self._used_by_others()
-        if why is None:
-            return self.exit()
-        self.push_screen(Leave(why), self._left)
-
-    def _used_by_others(self):
-        """Who else uses the engine that was started here, in words; None for nobody."""
-        if self.engine is None or self.engine.code is not None or not self.up:
-            return None
-        others = (number(self.state, "watchers") or 1) - 1
-        requests = self.state.get("requests")
-        running = len(requests) if isinstance(requests, list) else 0
-        if others < 1 and not running:
-            return None
-        parts = ([f"{others:.0f} other watcher{'s' * (others > 1)}"] * (others > 0)
-                 + [f"{running} request{'s' * (running > 1)}"] * (running > 0))
-        return " and ".join(parts) + " would lose it"
-
-    def _left(self, choice):
-        if choice is not None:
-            self.engine.left = choice == LEAVE
-            self.exit()
-
-    def action_light(self):
-        """The light theme, or the dark one."""
-        self.theme = LIGHT if self.current_theme.dark else DARK
-
-    def _keep_theme(self, name):
-        """Remember it for the next start, however it was chosen."""
-        try:
-            settings.keep_theme(name)
-        except OSError as e:
-            self.note("warning", f"the theme is not remembered: {e.strerror}: {settings.path()}")
-
-    def action_copy_state(self):
-        """The snapshot as text, to the clipboard."""
-        self.copy_to_clipboard(once.report(self.state, self.client.url if self.client else "-"))
-        self.notify("copied")
-
-    def get_key_display(self, binding):
-        """F1 as it is written on the key."""
-        shown = super().get_key_display(binding)
-        return shown.upper() if shown.startswith("f") and shown[1:].isdigit() else shown
-
-    def get_system_commands(self, screen):
-        """The command palette: what has a key, and some that have none."""
-        yield from super().get_system_commands(screen)
-        yield SystemCommand("Dashboard", "Show the dashboard (F2)",
-                            lambda: self.action_view("dashboard"))
-        yield SystemCommand("Chat", "Show the chat (F3)", lambda: self.action_view("chat"))
-        yield SystemCommand("Help", "All keys, signs and words (F1)", self.action_help)
-        yield SystemCommand("Light or dark", "Change between the two (F9)", self.action_light)
-        yield SystemCommand("Reconnect", "Try the engine now (F5)", self.action_hurry)
-        yield SystemCommand("Copy snapshot", "The engine's state as text, as --once prints it",
-                            self.action_copy_state)
-        for chat in self.screen_stack[0].query(Chat):
-            yield from chat.commands()

@@ -6,11 +6,22 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
+from tui.state import number, rows
+
 STOP, LEAVE = "stop", "leave"
 
 
+def others(state):
+    """Who uses the engine of a tree besides this console, in words; "" for nobody."""
+    watchers = (number(state, "watchers") or 1) - 1
+    running = len(rows(state, "requests"))
+    return " and ".join(
+        [f"{watchers:.0f} other watcher{'s' * (watchers > 1)}"] * (watchers > 0)
+        + [f"{running} request{'s' * (running > 1)}"] * (running > 0))
+
+
 class Leave(ModalScreen):
-    """Dismissed with STOP, LEAVE, or None to stay. why: who uses the engine, in words."""
+    """Dismissed with STOP, LEAVE, or None to stay. users: who uses the engine, in words."""
 
     DEFAULT_CSS = """
     Leave { align: center middle; }
@@ -23,13 +34,14 @@ class Leave(ModalScreen):
                 Binding("l", f"choose('{LEAVE}')", "Leave it running"),
                 Binding("escape", "choose('')", "Stay")]
 
-    def __init__(self, why):
+    def __init__(self, users):
         super().__init__()
-        self._why = why
+        self._users = users
 
     def compose(self) -> ComposeResult:
         with Vertical():
-            yield Static(f"This console started the engine, and {self._why}.", markup=False)
+            yield Static(f"This console started the engine, and {self._users} would lose it.",
+                         markup=False)
             with Horizontal():
                 yield Button("Stop it (s)", variant="error", id=STOP)
                 yield Button("Leave it running (l)", id=LEAVE)

@@ -7,6 +7,7 @@ import json
 
 from tui.chat import store
 
+DARK, LIGHT = "textual-dark", "textual-light"
 MOST = 1 << 16          # bytes of the file that are read
 
 
@@ -15,17 +16,17 @@ def path():
     return store.folder().with_name("console.json")
 
 
-def theme():
-    """The name of the theme that was chosen last, or None."""
+def theme(names):
+    """The theme that was chosen last, where it is one of these names; else the dark one."""
     try:
         if not path().is_file():        # a pipe under this name must not be waited for
-            return None
+            return DARK
         with open(path(), "rb") as file:
             found = json.loads(file.read(MOST))
     except (OSError, ValueError, RecursionError):
-        return None
+        return DARK
     name = found.get("theme") if isinstance(found, dict) else None
-    return name if isinstance(name, str) else None
+    return name if isinstance(name, str) and name in names else DARK
 
 
 def keep_theme(name):

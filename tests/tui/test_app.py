@@ -11,11 +11,12 @@ from textual.binding import Binding
 from canned_server import CannedServer, tree, wrong
 from tui import app as app_file
 from tui import link
-from tui.app import DARK, LIGHT, Console
+from tui.app import Console
 from tui.banner import Banner
 from tui.help import Help
 from tui.messages import CancelRequest, Telemetry
 from tui.once import report
+from tui.settings import DARK, LIGHT
 
 pytestmark = pytest.mark.anyio
 SIZES = [(80, 24), (120, 40), (240, 60)]

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tui.app import DARK, LIGHT
+from tui.settings import DARK, LIGHT
 
 pytestmark = pytest.mark.anyio
 

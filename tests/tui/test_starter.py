@@ -112,7 +112,7 @@ async def test_the_answer_decides(key, left, ends):
         app.up, app.state = True, state
         await pilot.press("ctrl+q")
         await pilot.pause()
-        assert "2 other watchers and 1 request" in app.screen._why
+        assert "2 other watchers and 1 request" in app.screen._users
         await pilot.press(key)
         await pilot.pause()
         assert app.engine.left == left and app.is_running != ends
