@@ -2,14 +2,16 @@
 
     python bench/picture.py [--at SECONDS] [RECORDING] [SVG]
 
-Draws the dashboard at 120x40 without a terminal. By default tests/tui/six_ranks.jsonl and
-docs/console.svg.
+Draws the dashboard at 120x40 without a terminal, in the theme of a new user. By default
+tests/tui/six_ranks.jsonl and docs/console.svg.
 """
 
 import argparse
 import asyncio
+import os
 import pathlib
 import sys
+import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -40,7 +42,9 @@ def main():
                         help="seconds of the recording to show (default: %(default)s)")
     args = parser.parse_args()
     events = [event for event in record.read(args.recording) if event[0] <= args.at]
-    asyncio.run(picture(events, args.svg.resolve()))
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_STATE_HOME"] = folder       # not the theme that was chosen here
+        asyncio.run(picture(events, args.svg.resolve()))
     print(f"{args.svg}: {args.svg.stat().st_size:,} bytes, {len(events)} trees")
 
 

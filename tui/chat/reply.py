@@ -24,8 +24,10 @@ class Reply(Vertical, can_focus=True):
 
     DEFAULT_CSS = """
     Reply { height: auto; margin: 1 0 0 0; padding: 0 1; border-left: thick $success; }
+    Reply.-failed { border-left: thick $error; }
     Reply:focus { border-left: thick $accent; background: $boost; }
     Reply > .name { text-style: bold; color: $text-success; }
+    Reply.-failed > .name { color: $text-error; }
     Reply > .figures { color: $text-muted; }
     Reply > .fault { color: $text-error; display: none; }
     Reply Collapsible { display: none; padding: 0; border-top: none; background: transparent; }
@@ -91,6 +93,7 @@ class Reply(Vertical, can_focus=True):
         fault = {"failed": found.get("error") or "no reason is known",
                  "interrupted": INTERRUPTED}.get(found.get("reason"))
         self._name.update("Reply ✗" if fault else "Reply")
+        self.set_class(bool(fault), "-failed")
         self._fault.display = bool(fault)
         if fault:
             self._fault.update(f"✗ {printable(fault)}\nctrl+r retries")

@@ -23,7 +23,7 @@ class Classes(Panel):
     def picture(self, state, history, width):
         found = rows(state, "classes")
         head = f"{'class':<6}{'rank':<6}" + "".join(k.rjust(COLUMN) for k in STATES)
-        parts = [(head + f"{'conv.':>7}{'fits tokens':>13}", "$text-muted")]
+        parts = [(head + f"{'conv.':>7}{'fits tokens':>13}", "$foreground-muted")]
         windows = class_windows(state)
         for row in found[:MOST]:
             c = number(row, "class")

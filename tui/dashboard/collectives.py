@@ -52,12 +52,12 @@ class Collectives(Panel):
         stages = sorted({k for rank in now for k in rank}, key=lambda k: (
             ORDER.index(k) if k in ORDER else len(ORDER), k))[:MOST_STAGES]
         if not stages:
-            return Content.styled("no exchanges yet", "$text-muted")
+            return Content.styled("no exchanges yet", "$foreground-muted")
         wide = NAME + COLUMN * len(now) + TOTAL <= width
         names = [f"rank {i}" for i in range(len(now))] if wide else [
             "least", "rank", "mean", "most", "rank"]
         head = " " * NAME + "".join(n.rjust(COLUMN) for n in names) + "total".rjust(TOTAL)
-        parts = [(head, "$text-muted")]
+        parts = [(head, "$foreground-muted")]
         for stage in stages:
             waits = self._waits(stage, now)
             cells = [_milliseconds(w) for w in waits] if wide else _extremes(waits)

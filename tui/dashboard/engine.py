@@ -9,7 +9,7 @@ from tui.dashboard.window import largest_window
 from tui.state import number, rows, table, text
 
 STATES = (("leased", "█", "$text-primary"), ("kept", "▒", "$text-warning"),
-          ("free", "·", "$text-muted"))
+          ("free", "·", "$foreground-muted"))
 COLUMN = 10             # columns of a figure
 
 
@@ -49,7 +49,7 @@ def _occupancy(state, width):
     free = None if None in (total, leased, kept) else total - leased - kept
     tokens = {"leased": leased, "kept": kept, "free": free, "total": total}
     lines = [_bar(pages, width),
-             Content.styled(" " * 7 + "".join(k.rjust(COLUMN) for k in pages), "$text-muted"),
+             Content.styled(" " * 7 + "".join(k.rjust(COLUMN) for k in pages), "$foreground-muted"),
              Content("pages  " + "".join(figure(n, COLUMN) for n in pages.values())),
              Content("tokens " + "".join(figure(n, COLUMN) for n in tokens.values()))]
     if size := number(state, "pool", "page_bytes"):
@@ -62,7 +62,7 @@ def _bar(pages, width):
     """The pool's pages as a bar: what is leased or kept shows at least one column."""
     total = pages["total"]
     if not total or total < 0 or None in pages.values():
-        return Content.styled("?" * width, "$text-muted")
+        return Content.styled("?" * width, "$foreground-muted")
     plain, spans, left = "", [], width
     for name, shape, colour in STATES:
         part = max(0.0, min(1.0, pages[name] / total)) * width

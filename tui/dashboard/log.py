@@ -149,9 +149,8 @@ class EventLog(ScrollView):
         else:
             name = f"log--{level}"
             known = name in self.COMPONENT_CLASSES
-            style = base + self.get_component_rich_style(name, partial=True) if known else base
-            faint = base + self.get_component_rich_style("log--time", partial=True)
-            segments = [Segment(f"{_clock(at)}  ", faint),
+            style = self.get_visual_style(name).rich_style if known else base
+            segments = [Segment(f"{_clock(at)}  ", self.get_visual_style("log--time").rich_style),
                         Segment(f"{SIGNS.get(level, '?')} {level:<8}", style), Segment(line, base)]
         return Strip(segments).adjust_cell_length(width, base)
 

@@ -13,13 +13,13 @@ from tui.state import number, rows, text
 
 # in the tree -> (shape here, colour, what it is)
 SPLIT = {
-    ".": ("·", "$text-muted", "free"),
+    ".": ("·", "$foreground-muted", "free"),
     "#": ("■", "$text-primary", "leased"),
     "k": ("□", "$text-warning", "kept"),
 }
 REPLICATED = {
     "R": ("◆", "$text-success", "replicated, in use"),
-    "r": ("◇", "$text-muted", "replicated, free"),
+    "r": ("◇", "$foreground-muted", "replicated, free"),
 }
 KINDS = SPLIT | REPLICATED
 STRANGE = ("?", "$text-error", "unknown")
@@ -60,7 +60,7 @@ def picture(rank, width, lines):
     """
     split, region, _ = cells_of(rank)
     if not split and not region:
-        return Content.styled("no map", "$text-muted")
+        return Content.styled("no map", "$foreground-muted")
     row = next((n for n in (128, 64) if n <= width), max(1, width))
     split = resample(split, row * max(1, lines))
     region = resample(region, row)

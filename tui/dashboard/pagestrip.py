@@ -34,7 +34,7 @@ class PageStrip(Widget):
 
     def render(self):
         return Content.assemble(*(
-            (label, "bold $text-primary" if page == self._page else "$text-muted")
+            (label, "bold $text-primary" if page == self._page else "$foreground-muted")
             for page, label in self._labels()))
 
     def on_click(self, event):

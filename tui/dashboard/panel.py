@@ -1,7 +1,8 @@
 """A panel: a titled box of text, drawn from the newest tree, and drawn again only where it differs.
 
 A panel says what its figures mean in `HELP`: a tooltip for the mouse, the dashboard's last line for
-the keyboard.
+the keyboard. What weighs less is "$foreground-muted": "$text-muted", as in stylesheets, is as
+strong as any other text inside a Content.
 """
 
 from textual.content import Content

@@ -114,9 +114,9 @@ class Plot(Widget):
                 label = "0"
             elif height >= 5 and height % 2 and i == height // 2:
                 label = units.short(top / 2)
-            parts += [(f"{label:>{GUTTER - 1}}{'┤' if label else '│'}", "$text-muted"),
+            parts += [(f"{label:>{GUTTER - 1}}{'┤' if label else '│'}", "$foreground-muted"),
                       (line, self._colour), "\n"]
-        parts.append((" " * GUTTER + _time_axis(points, window), "$text-muted"))
+        parts.append((" " * GUTTER + _time_axis(points, window), "$foreground-muted"))
         return Content.assemble(*parts)
 
     def render(self):
