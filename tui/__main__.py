@@ -11,8 +11,9 @@ import os
 import signal
 import sys
 
+from tui.answer import ClientError
 from tui.app import Console
-from tui.client import URL, Client, ClientError
+from tui.client import URL, Client
 from tui.ending import Ending
 from tui.link import run
 from tui.messages import Link

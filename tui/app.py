@@ -14,10 +14,10 @@ from textual.widgets import ContentSwitcher, Footer, Static
 
 from tui import link, once, settings
 from tui.actions import Actions
+from tui.answer import ClientError
 from tui.banner import Banner
 from tui.bar import Bar
 from tui.chat.chat import Chat
-from tui.client import ClientError
 from tui.dashboard import Dashboard
 from tui.messages import CancelRequest, Health, Link, Note, Restarted, Telemetry
 from tui.state import History, faults, text

@@ -1,35 +1,24 @@
 """The engine's HTTP side: the only file of the console that makes requests.
 
 Every failure is a `ClientError` in words for a reader: what happened, at which address, and what
-may help. Nothing that a server sends is trusted: events have a largest size, what is not JSON or
-not an object is an error by name.
+may help. Nothing that a server sends is trusted (tui/answer.py).
 """
 
 import asyncio
-import json
-import os
 import socket
 
 import httpx
 
+from tui.answer import ClientError, beginning, cause, check, events, object_of, told
+
 URL = "http://127.0.0.1:8114"
 CONNECT = 5.0           # seconds to connect in, and to answer small requests in
 SILENCE = 25.0          # seconds of telemetry without a byte; the engine sends one every 10
-MAX_EVENT = 16 << 20    # bytes of one server-sent event
-MAX_ERROR = 1 << 16     # bytes of an error's body that are read
 # A reply may be silent for as long as a long prompt takes; a machine that is gone shows by this.
 ALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
     (socket.IPPROTO_TCP, getattr(socket, name), value)
     for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
     if hasattr(socket, name)]
-
-
-class ClientError(Exception):
-    """message: for a reader. status: HTTP, None where there was no answer."""
-
-    def __init__(self, message, status=None):
-        super().__init__(message)
-        self.message, self.status = message, status
 
 
 def address(url):
@@ -76,7 +65,7 @@ class Client:
         async with self._stream("GET", "/telemetry", SILENCE) as answer:
             async for kind, data in events(answer, self.url):
                 if kind in ("snapshot", "patch"):
-                    yield kind, _object(data, f"telemetry of {self.url}")
+                    yield kind, object_of(data, f"telemetry of {self.url}")
 
     async def once(self):
         """The newest tree."""
@@ -98,22 +87,22 @@ class Client:
             async for _, data in events(answer, self.url):
                 if data == "[DONE]":
                     return
-                chunk = _object(data, "the reply")
+                chunk = object_of(data, "the reply")
                 if "error" in chunk:
-                    raise ClientError(_told(chunk) or "the engine failed", answer.status_code)
+                    raise ClientError(told(chunk) or "the engine failed", answer.status_code)
                 yield chunk
         raise ClientError("the reply broke off: the engine ended the stream before its end")
 
     async def health(self):
         """(HTTP status, object): 200 while the engine is well, 503 with a reason."""
         answer = await self._request("GET", "/health")
-        return answer.status_code, _object(answer.text, f"{self.url}/health")
+        return answer.status_code, object_of(answer.text, f"{self.url}/health")
 
     async def models(self):
         """The models that are served: objects with `id` and `max_model_len` (tokens)."""
         answer = await self._request("GET", "/v1/models")
-        _check(answer.status_code, answer.content, self.url)
-        found = _object(answer.text, f"{self.url}/v1/models").get("data")
+        check(answer.status_code, answer.content, self.url)
+        found = object_of(answer.text, f"{self.url}/v1/models").get("data")
         return [m for m in found if isinstance(m, dict)] if isinstance(found, list) else []
 
     async def cancel(self, request_id):
@@ -121,7 +110,7 @@ class Client:
         answer = await self._request("DELETE", f"/requests/{int(request_id)}")
         if answer.status_code == 404:
             return False
-        _check(answer.status_code, answer.content, self.url)
+        check(answer.status_code, answer.content, self.url)
         return True
 
     # --- how ------------------------------------------------------------------------------------
@@ -140,10 +129,10 @@ class Client:
         if isinstance(error, (httpx.ConnectTimeout, httpx.PoolTimeout)):
             return ClientError(f"no engine answers at {self.url}: no connection in {CONNECT:g} s")
         if isinstance(error, httpx.ConnectError):
-            return ClientError(f"no engine answers at {self.url}: {_cause(error)}")
+            return ClientError(f"no engine answers at {self.url}: {cause(error)}")
         if isinstance(error, httpx.ReadTimeout):
             return ClientError(f"{self.url} is connected and says nothing for {silence:g} s")
-        return ClientError(f"the connection to {self.url} broke: {_cause(error)}")
+        return ClientError(f"the connection to {self.url} broke: {cause(error)}")
 
 
 class _Stream:
@@ -162,7 +151,7 @@ class _Stream:
             raise self._client._broken(e, self._silence) from None
         try:
             if answer.status_code != 200:
-                _check(answer.status_code, await _beginning(answer), self._client.url)
+                check(answer.status_code, await beginning(answer), self._client.url)
             kind = answer.headers.get("content-type", "")
             if not kind.startswith("text/event-stream"):
                 raise ClientError(f"{self._client.url} does not answer like an engine "
@@ -178,90 +167,3 @@ class _Stream:
         await self._answer.__aexit__(kind, error, trace)
         if isinstance(error, httpx.HTTPError):
             raise self._client._broken(error, self._silence) from None
-
-
-async def events(answer, url):
-    """Server-sent events of an httpx.Response: yields (kind, data); comments are left out."""
-    kind, data, size = "message", [], 0
-    async for line in _lines(answer, url):
-        if line:
-            size += len(line)
-            if size > MAX_EVENT:
-                raise ClientError(f"{url} sent an event of more than {MAX_EVENT:,} bytes")
-            name, _, value = line.partition(b":")
-            value = value.removeprefix(b" ").decode("utf-8", "replace")
-            if name == b"data":
-                data.append(value)
-            elif name == b"event":
-                kind = value
-        else:
-            if data:
-                yield kind, "\n".join(data)
-            kind, data, size = "message", [], 0
-
-
-async def _lines(answer, url):
-    """Lines of an answer's body as bytes, without their ends (LF or CR LF)."""
-    held, size = [], 0
-    async for piece in answer.aiter_bytes():
-        *lines, rest = piece.split(b"\n")
-        for line in lines:
-            yield b"".join((*held, line)).removesuffix(b"\r")
-            held, size = [], 0
-        held.append(rest)
-        size += len(rest)
-        if size > MAX_EVENT:
-            raise ClientError(f"{url} sent a line of more than {MAX_EVENT:,} bytes")
-
-
-async def _beginning(answer):
-    """The first bytes of a body."""
-    found = b""
-    async for piece in answer.aiter_bytes():
-        found += piece
-        if len(found) > MAX_ERROR:
-            break
-    return found
-
-
-def _check(status, body, url):
-    """ClientError with the server's own words where status is none of success."""
-    if 200 <= status < 300:
-        return
-    try:
-        told = _told(json.loads(body))
-    except (ValueError, RecursionError):
-        told = None
-    if told is None:
-        told = f"{url} answers {status} and no reason"
-    if status == 401:
-        told += " (--api-key KEY, or SPARKGRID_API_KEY in the environment)"
-    raise ClientError(told, status)
-
-
-def _told(value):
-    """The message of an OpenAI error object, None where there is none."""
-    error = value.get("error") if isinstance(value, dict) else None
-    told = error.get("message") if isinstance(error, dict) else error
-    return told[:2000] if isinstance(told, str) and told else None
-
-
-def _object(data, what):
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
-        raise ClientError(f"{what} is not JSON: {data[:60]!r}") from None
-    if not isinstance(value, dict):
-        raise ClientError(f"{what} is not a JSON object: {data[:60]!r}")
-    return value
-
-
-def _cause(error):
-    """The innermost words of an exception."""
-    found = error
-    while inner := (found.__cause__ or found.__context__
-                    or next(iter(getattr(found, "exceptions", ())), None)):
-        found = inner
-    if isinstance(found, OSError) and found.errno and found.errno > 0:
-        return os.strerror(found.errno)
-    return getattr(found, "strerror", None) or str(found) or type(error).__name__

@@ -8,7 +8,7 @@ then every 8 seconds, for ever.
 import asyncio
 import time
 
-from tui.client import ClientError
+from tui.answer import ClientError
 from tui.messages import Link, Restarted, Telemetry
 from tui.state import merge, number
 

@@ -11,9 +11,11 @@ import socket
 import pytest
 
 from canned_server import tree
+from tui import answer
 from tui import client as client_file
 from tui import link
-from tui.client import Client, ClientError, address
+from tui.answer import ClientError
+from tui.client import Client, address
 from tui.messages import Link, Restarted, Telemetry
 
 pytestmark = pytest.mark.anyio
@@ -202,7 +204,7 @@ async def test_events_that_are_no_objects(server, client, data):
 
 @pytest.mark.parametrize("data", [b"data: x" * 200, b"data: x\n" * 200], ids=["line", "event"])
 async def test_events_without_an_end(server, client, monkeypatch, data):
-    monkeypatch.setattr(client_file, "MAX_EVENT", 1000)
+    monkeypatch.setattr(answer, "MAX_EVENT", 1000)
     server.script = [data] * 100
     assert "of more than 1,000 bytes" in (await refused(client.chat(ASK))).message
 
