@@ -3,12 +3,15 @@
 
 import asyncio
 import threading
-import time
 
 import pytest
+from textual.app import App
+from textual.containers import VerticalScroll
+from textual.content import Content
 
 from chat_driver import runner
 from tui.chat.composer import Composer
+from tui.chat.conversation import Message
 from tui.chat.cutter import PART
 from tui.chat.more import More
 from tui.chat.parts import WINDOW, Part, Parts
@@ -98,20 +101,81 @@ async def test_many_messages_are_a_window_too(run, server):
     await run(steps)
 
 
-async def test_large_tails_keep_the_loop_free(run, server):
-    """While a reply comes as fast as it can, other work gets its turn.
+# ---- a loop that stays free ----------------------------------------------------------------------
 
-    Held against processor seconds of the loop's thread: those of a busy machine pass without them.
-    """
-    server.say("".join(f"{'word ' * 12}\n\n" for _ in range(600)))
+SHAPES = {              # of text that grows for long without a place where it may well be cut
+    "paragraph": "word " * 24_000,
+    "solid": "x" * 100_000,
+    "code": "```python\n" + "value = f(1) # word word\n" * 4000,
+    "list": "- item word word word word word word\n" * 2500,
+    "table": "| a | b |\n|---|---|\n" + "| word word | word |\n" * 4000,
+    "prose": f"{'word ' * 12}\n\n" * 1500,
+}
+LARGEST = 4 * PART + 200        # characters of a part, by the cutter's rule, and what frames it
 
+
+@pytest.fixture
+def laid(monkeypatch):
+    """Characters that are laid out in each turn of the loop: what a key waits for."""
+    found = [0]
+    turn, height = asyncio.events.Handle._run, Content.get_height
+
+    def counted(self, *args):
+        found[-1] += len(self.plain)
+        return height(self, *args)
+
+    def run(self):
+        found.append(0)
+        turn(self)
+    monkeypatch.setattr(Content, "get_height", counted)
+    monkeypatch.setattr(asyncio.events.Handle, "_run", run)
+    return found
+
+
+class Text(App):
+    """Nothing but a text, which is followed."""
+
+    def compose(self):
+        with VerticalScroll():
+            yield Parts()
+
+    def on_mount(self):
+        self.query_one(VerticalScroll).anchor()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+async def test_a_turn_lays_out_one_part_of_what_grows(name, laid):
+    app = Text()
+    async with app.run_test(size=(100, 40)) as pilot:
+        for end in range(1500, 7 * PART, 1500):
+            await app.query_one(Parts).show(SHAPES[name][:end])
+            await pilot.pause()
+        assert 0 < max(laid) <= LARGEST
+
+
+@pytest.mark.parametrize("name", SHAPES)
+async def test_a_turn_lays_out_one_window_of_what_comes_at_once(name, laid):
+    app = Text()
+    async with app.run_test(size=(100, 40)) as pilot:
+        await app.query_one(Parts).show(SHAPES[name])
+        await pilot.pause()
+        assert 0 < max(laid) <= WINDOW * LARGEST < len(SHAPES[name])
+        assert len(app.query("*")) < 400        # each of them makes every frame cost more
+
+
+async def test_a_conversation_is_opened_at_its_end(run, server, laid):
+    """Of many long replies few are there: the others cost nothing until they are asked for."""
     async def steps(d):
-        longest = 0.0
-        await d.say("hi")
-        while d.chat.runs:
-            before = time.thread_time()
-            await asyncio.sleep(0.005)
-            longest = max(longest, time.thread_time() - before)
-        assert longest < 2.0, longest
-        assert len(d.chat.current.messages[-1].content) > 10 * PART
+        for i in range(20):
+            d.chat.current.ask(f"question {i}")
+            d.chat.current.messages.append(Message("assistant", numbered(300)))
+        await d.chat.show(d.chat.current)
+        await d.pilot.pause()
+        assert "Line 299" in d.screen and len(d.app.query("Reply")) <= 3
+        assert "messages earlier: Enter" in d.chat.query(More).first().render().plain
+        assert max(laid) <= 3 * WINDOW * LARGEST
+        for i in range(3):                      # and they go again as more comes
+            server.say(numbered(300))
+            await d.ask("more")
+            assert len(d.app.query("Reply")) <= 5
     await run(steps)

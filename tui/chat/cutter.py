@@ -4,15 +4,17 @@ A part ends at an empty line outside a code block once it is large, and at any l
 space, once it is twice that. A code block or a table that is cut goes on in the next part: its
 first line, or its two header lines, are repeated there, and the code block is closed here.
 
-Size is what a part costs to show: characters, and more for lines and table cells, each of which
-may become a widget.
+Size is what a part costs to show: characters, and more for lines, table cells and items of a list,
+which become a widget or several.
 """
 
 import re
 
 PART = 3000
-LINE, CELL = 90, 20     # characters that a line, a table's cell count for
+LINE, CELL, ITEM = 90, 60, 270      # characters that a line, a table's cell, an item count for
 _FENCE = re.compile(r" *(`{3,}|~{3,})(.*)")        # in a list, too
+_ITEM = re.compile(r"\s*([-+*]|\d{1,9}[.)])\s")
+_BREAK = re.compile(r"[\s|]")        # a cell counts for more than its character
 _RULE = re.compile(r" {0,3}\|?[ :|-]*-[ :|-]*\|?\s*$")
 
 
@@ -31,10 +33,10 @@ class Cutter:
         """Add text. Returns what each part gets: the first is the growing one's, the others new."""
         added = [""]
         for line in text.splitlines(keepends=True):
-            while line:
-                # as large as surely needs no cut inside, whatever its cells count for
-                piece = line[:max(1, (3 * PART - self._size) // (1 + CELL))]
-                line = line[len(piece):]
+            at = 0
+            while at < len(line):
+                piece = line[at:self._reach(line, at)]
+                at += len(piece)
                 added[-1] += piece
                 self.parts[-1] += piece
                 self._size += len(piece) + CELL * piece.count("|")
@@ -45,6 +47,15 @@ class Cutter:
                 self._cut(added)
         return added
 
+    def _reach(self, line, at):
+        """Where the next place in a line is, after `at`, at which a cut may be due."""
+        if self._size < 3 * PART:
+            # as far as surely needs no cut inside, whatever its cells count for
+            return at + max(1, (3 * PART - self._size) // (1 + CELL))
+        end = at + max(1, 4 * PART - self._size)
+        found = _BREAK.search(line, at, end)
+        return found.end() if found else end
+
     def _end_line(self):
         line, self._line = self._line.rstrip("\n"), ""
         found = _FENCE.match(line)
@@ -53,6 +64,9 @@ class Cutter:
                 self._open = None
         elif found and not ("`" in found[1] and "`" in found[2]):
             self._open, self._head = (found[1], line), None
+        elif _ITEM.match(line):
+            self._size += ITEM
+            self._head = None
         elif self._head is None and "|" in self._before and "-" in line and _RULE.match(line):
             self._head = f"{self._before}\n{line}\n"
         elif "|" not in line:

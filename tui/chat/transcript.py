@@ -8,8 +8,9 @@ from tui.chat.question import Question
 from tui.chat.reply import Reply
 from tui.units import count
 
-SHOWN = 24      # messages that are there from the start
+SHOWN = 24      # messages that are there from the start, at most
 STEP = 12       # and that the line above brings
+TEXT = 12_000   # characters of them: a screen's worth; each widget makes every frame cost more
 
 EMPTY = """No messages yet.
 
@@ -63,7 +64,7 @@ class Transcript(VerticalScroll, can_focus=False):
             for widget in self._widgets:
                 await widget.remove()
             self._widgets = []
-            self._first = max(0, len(conversation.messages) - SHOWN)
+            self._first = _start(conversation.messages, len(conversation.messages))
             await self.sync()
         self.anchor()
 
@@ -83,9 +84,10 @@ class Transcript(VerticalScroll, can_focus=False):
         if new:
             await self.mount_all(new)
         self._widgets = [*self._widgets[:same], *new]
-        if len(self._widgets) > 2 * SHOWN and self.following:
-            old, self._widgets = self._widgets[:-SHOWN], self._widgets[-SHOWN:]
-            self._first += len(old)
+        if self.following and self._first < _start(messages, len(messages), 2 * SHOWN, 2 * TEXT):
+            first = _start(messages, len(messages))
+            old = self._widgets[:first - self._first]
+            self._first, self._widgets = first, self._widgets[len(old):]
             for widget in old:
                 await widget.remove()
         self._say()
@@ -116,9 +118,20 @@ class Transcript(VerticalScroll, can_focus=False):
 
     async def on_more_wanted(self, event):
         event.stop()
-        top, first = self._widgets[0], max(0, self._first - STEP)
-        new = [self._make(m) for m in self._conversation.messages[first:self._first]]
+        messages = self._conversation.messages
+        top, first = self._widgets[0], _start(messages, self._first, STEP)
+        new = [self._make(m) for m in messages[first:self._first]]
         self._first, self._widgets = first, [*new, *self._widgets]
         await self.mount_all(new, after=self._above)
         self._say()
         self.call_after_refresh(top.scroll_visible, animate=False, top=True)
+
+
+def _start(messages, end, most=SHOWN, text=TEXT):
+    """Index of the first of those before `end` that are shown: two, and then at most `most` of
+    about `text` characters."""
+    first = end
+    while first > 0 and (end - first < 2 or end - first < most and text > 0):
+        first -= 1
+        text -= len(messages[first].text)
+    return first
