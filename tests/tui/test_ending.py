@@ -92,7 +92,10 @@ class Console:
                     return
 
     def see(self, words):
-        until(lambda: words in self.seen, f"{words} not in {self.seen[-2000:]}")
+        try:
+            until(lambda: words in self.seen, words)
+        except AssertionError:
+            raise AssertionError(f"{words} is not in {self.seen[-2000:]}") from None
 
     def type(self, keys):
         os.write(self._master, keys)
