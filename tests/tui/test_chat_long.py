@@ -174,7 +174,13 @@ async def test_a_conversation_is_opened_at_its_end(run, server, laid):
         assert "Line 299" in d.screen and len(d.app.query("Reply")) <= 3
         assert "messages earlier: Enter" in d.chat.query(More).first().render().plain
         assert max(laid) <= 3 * WINDOW * LARGEST
-        for i in range(3):                      # and they go again as more comes
+        for _ in range(3):
+            await d.press("pageup")
+        await d.chat.show(d.chat.current)       # the end is followed again
+        await d.pilot.pause()
+        assert "Line 299" in d.screen
+        assert all(parts.widgets <= WINDOW for parts in d.chat.query(Parts))
+        for _ in range(3):                      # and they go again as more comes
             server.say(numbered(300))
             await d.ask("more")
             assert len(d.app.query("Reply")) <= 5

@@ -60,13 +60,13 @@ class Transcript(VerticalScroll, can_focus=False):
     async def open(self, conversation):
         """Show a conversation's end."""
         self._conversation = conversation
+        self.anchor()               # a reply is made at its end where that is followed
         with self.app.batch_update():
             for widget in self._widgets:
                 await widget.remove()
             self._widgets = []
             self._first = _start(conversation.messages, len(conversation.messages))
             await self.sync()
-        self.anchor()
 
     async def sync(self):
         """Make the widgets those of the messages: drop what is gone, add what is new."""
