@@ -183,36 +183,6 @@ class History:
                 break
         return _slope(oldest, (end, newest), name)
 
-    def series(self, name, points, over=HISTORY):
-        """Rates of `points` equal stretches of the last `over` seconds, oldest first.
-
-        None for a stretch before the first sample; a stretch between two samples has their rate.
-        """
-        if not self.samples or points < 1:
-            return [None] * max(points, 0)
-        end, width = self.samples[-1][0], over / points
-        edges = [self._count_at(end - width * i, name) for i in range(points, -1, -1)]
-        return [None if a is None or b is None else (b - a) / width
-                for a, b in zip(edges, edges[1:])]
-
-    def _count_at(self, at, name):
-        """The counter at a time, straight between two samples."""
-        low, high = 0, len(self.samples) - 1
-        if high < 0 or at < self.samples[0][0]:
-            return None
-        while low < high:
-            middle = (low + high) // 2
-            if self.samples[middle][0] < at:
-                low = middle + 1
-            else:
-                high = middle
-        (t1, after) = self.samples[low]
-        if low == 0 or t1 == at:
-            return after.get(name)
-        t0, before = self.samples[low - 1]
-        a, b = before.get(name), after.get(name)
-        return None if a is None or b is None else a + (b - a) * (at - t0) / (t1 - t0)
-
 
 def _slope(first, last, name):
     (t0, a), (t1, b) = first, last

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from canned_server import tree, wrong
+from tui.dashboard.plot import stretches
 from tui.state import HISTORY, KINDS, NOTES, History, faults, merge, number, rows, table, text
 
 # RFC 7386, appendix A: original, patch, result.
@@ -80,7 +81,7 @@ def test_no_tree_raises():
         history.add(data, dice.random() * 1e6)
         for name in ("prefill", "decode", "rounds", "nothing"):
             assert history.rate(name) is None or history.rate(name) >= 0
-            assert len(history.series(name, 7)) == 7
+            assert len(stretches(history.samples, name, 7, HISTORY)) == 7
 
 
 # ---- rates -------------------------------------------------------------------------------------
@@ -100,28 +101,8 @@ def test_rates_are_counts_over_seconds_of_the_engines_clock():
     assert history.rate("decode") == pytest.approx(12)
     assert history.rate("prefill", over=10) == pytest.approx(500)
     assert history.rate("rounds") == pytest.approx(3)
-    assert history.rate("drafted") is None
+    assert history.rate("drafted") is None and History().rate("decode") is None
     assert history.span == 20
-
-
-def test_a_series_is_none_before_the_first_sample():
-    history = grown(100, {"decode": 12})
-    series = history.series("decode", 30)
-    assert series[:20] == [None] * 20
-    assert series[20:] == [pytest.approx(12)] * 10
-    assert History().series("decode", 3) == [None] * 3 and History().rate("decode") is None
-    assert history.series("decode", 0) == []
-
-
-def test_a_series_finds_when_it_was_busy():
-    history, total = History(), 0
-    for second in range(301):
-        total += 50 if 100 <= second < 200 else 0
-        history.add({"time": 5000.0 + second, "tokens": {"decode": total}}, 0)
-    series = history.series("decode", 3)
-    assert series == [pytest.approx(0, abs=0.6), pytest.approx(50, abs=0.6),
-                      pytest.approx(0, abs=0.6)]
-    assert sum(s * 100 for s in series) == pytest.approx(total)
 
 
 def test_a_fast_engine_is_not_forgotten_early_and_a_long_one_does_not_grow():
