@@ -9,7 +9,7 @@ from textual import events
 from textual.widgets import Input, TextArea
 
 from chat_driver import asked, runner
-from tui.chat import chat as chat_file
+from tui.chat import replies
 from tui.chat.composer import Composer
 from tui.chat.reply import Reply
 from tui.chat.settings import SettingsForm
@@ -57,7 +57,7 @@ async def test_leaving_in_the_middle_keeps_what_came(run, server):
 
 async def test_a_killed_console_leaves_what_came(run, server, monkeypatch):
     """The file is taken in the middle of a reply, and found by the next console."""
-    monkeypatch.setattr(chat_file, "KEEP", 0.0)
+    monkeypatch.setattr(replies, "KEEP", 0.0)
     third, fourth = server.say("one two three four", hold=2), threading.Event()
     server.script.insert(-4, fourth)
     path, found = folder(), []

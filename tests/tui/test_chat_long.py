@@ -11,8 +11,8 @@ from textual.content import Content
 
 from chat_driver import runner
 from tui.chat.composer import Composer
-from tui.chat.conversation import Message
 from tui.chat.cutter import PART
+from tui.chat.message import Message
 from tui.chat.more import More
 from tui.chat.parts import WINDOW, Part, Parts
 

@@ -9,9 +9,10 @@ from markdown_it import MarkdownIt
 
 from tui.chat import store as stores
 from tui.chat.checks import Damaged
-from tui.chat.conversation import Conversation, Message, Settings, figures_of, file_part
+from tui.chat.conversation import Conversation, Settings
 from tui.chat.cutter import PART, Cutter
 from tui.chat.export import figures, markdown
+from tui.chat.message import Message, figures_of, file_part
 from tui.chat.store import Store
 from tui.chat.text import cut, fence, one_line, printable
 

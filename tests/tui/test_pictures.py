@@ -16,7 +16,8 @@ from textual.widgets import TextArea
 
 from canned_server import CannedServer
 from tui.settings import DARK, LIGHT
-from tui.chat.conversation import Conversation, Message, file_part
+from tui.chat.conversation import Conversation
+from tui.chat.message import Message, file_part
 from tui.chat.store import Store
 from tui.messages import Telemetry
 from tui.record import read

@@ -9,7 +9,7 @@ import asyncio
 import time
 from contextlib import aclosing
 
-from tui.chat.conversation import figures_of
+from tui.chat.message import figures_of
 from tui.chat.text import sendable
 from tui.client import ClientError
 from tui.messages import ReplyDelta, ReplyEnded, ReplyFailed, ReplyStarted
