@@ -173,7 +173,12 @@ if [[ ${1:-} == test ]]; then
     ensure ${extras[@]+"${extras[@]}"} test
     cd "$root"
     say "running the tests"
-    exec "$venv/bin/python" -m pytest "$@"
+    (($# == 0)) || exec "$venv/bin/python" -m pytest "$@"
+    # side by side where a test takes one core, then those whose ranks take all there are
+    failed=0
+    "$venv/bin/python" -m pytest -n auto --maxprocesses 8 -m 'not gpu and not mpi' || failed=$?
+    "$venv/bin/python" -m pytest -m 'mpi and not gpu' || failed=$?
+    exit "$failed"
 fi
 
 while (($#)); do

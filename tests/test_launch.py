@@ -141,6 +141,7 @@ case "$*" in
         if [[ $FAKE == *offline* ]]; then echo 'no route to index'; exit 1; fi
         printf '#!/usr/bin/env bash\nprintf "MPIRUN %%s\\n" "$*" >>"$LOG"\n' >.venv/bin/mpirun
         chmod +x .venv/bin/mpirun ;;
+    "-m pytest -n "*) if [[ $FAKE == *failing* ]]; then exit 1; fi ;;
 esac
 """
 
@@ -199,8 +200,16 @@ def test_test_installs_what_the_tests_need_and_runs_them(tree):
     assert installs(tree()[1]) == [".[mpi]"]
     done, asked = tree("test", "-k", "pool")
     assert installs(asked) == [".[mpi,test]"] and asked[-1] == "python -m pytest -k pool"
-    assert tree("test")[1] == ["python -m pytest"]
     assert installs(tree()[1]) == []  # the larger installation serves the ranks too
+
+
+def test_all_tests_run_in_two_goes_and_either_may_fail(tree):
+    for fake, code in (("", 0), ("failing", 1)):
+        done, asked = tree("test", FAKE=fake)
+        assert done.returncode == code
+        assert asked[-2:] == [
+            "python -m pytest -n auto --maxprocesses 8 -m not gpu and not mpi",
+            "python -m pytest -m mpi and not gpu"]
 
 
 def test_the_systems_mpi_is_not_joined_by_another(tree, tmp_path):
