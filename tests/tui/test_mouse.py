@@ -10,7 +10,8 @@ from textual.geometry import Offset
 from chat_driver import Driver
 from tui import link
 from tui.chat.composer import Composer
-from tui.chat.conversation import Conversation, Message
+from tui.chat.conversation import Conversation
+from tui.chat.message import Message
 from tui.chat.store import Store
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)]

@@ -2,11 +2,10 @@
 """The console in colours: dashboard, chat and help, dark and light, as SVG in tests/tui/pictures.
 
 The dashboard is that of six real ranks, recorded in six_ranks.jsonl. Every screen in every size is
-in test_screens.py, without colours. With REWRITE_PICTURES=1 in the environment the pictures are
-written instead: open them in a browser.
+in test_screens.py, without colours. With SPARKGRID_WRITE_SCREENS=1 in the environment the
+pictures are written instead: open them in a browser.
 """
 
-import os
 import pathlib
 import re
 import time
@@ -15,18 +14,18 @@ import pytest
 from textual.widgets import TextArea
 
 from canned_server import CannedServer
-from tui.settings import DARK, LIGHT
+from stored import differs
 from tui.chat.conversation import Conversation
 from tui.chat.message import Message, file_part
 from tui.chat.store import Store
 from tui.messages import Telemetry
 from tui.record import read
+from tui.settings import DARK, LIGHT
 from tui.state import merge
 
 pytestmark = pytest.mark.anyio
 HERE = pathlib.Path(__file__).parent
 PICTURES = HERE / "pictures"
-REWRITE = "REWRITE_PICTURES"
 SIZE = 120, 40
 UNTIL = 27.6            # seconds of the recording, as in docs/console.svg
 REPLY = """## Two ways
@@ -76,7 +75,7 @@ async def test_pictures(console, until, talk, events, tmp_path):
     async def compare(view):
         for theme, name in ((DARK, "dark"), (LIGHT, "light")):
             app.theme = theme
-            changed.extend(differs(await at_rest(app, pilot), f"{view}-{name}.svg", tmp_path))
+            changed.extend(changes(await at_rest(app, pilot), f"{view}-{name}.svg", tmp_path))
 
     with CannedServer(events[0][2]) as server:
         async with console(server, SIZE) as (app, pilot):
@@ -109,7 +108,7 @@ async def at_rest(app, pilot):
     raise AssertionError("the picture does not come to rest")
 
 
-def differs(shown, name, folder):
+def changes(shown, name, folder):
     """What to say where the picture is not the file of that name.
 
     Left out are times of day, which are those of the clock here, and the names of its styles, which
@@ -118,12 +117,8 @@ def differs(shown, name, folder):
     shown = re.sub(r"\bterminal-\d+", "t", shown).replace("<text", "\n<text")
     shown = re.sub(r"\b\d\d:\d\d:\d\d\b", "hh:mm:ss", shown)
     shown = "\n".join(line.rstrip() for line in shown.splitlines()) + "\n"
-    path = PICTURES / name
-    if os.environ.get(REWRITE):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(shown, encoding="utf-8")
-    if path.exists() and shown == path.read_text(encoding="utf-8"):
+    fault = differs(PICTURES / name, shown)
+    if not fault:
         return []
     (folder / name).write_text(shown, encoding="utf-8")
-    return [f"{name} has changed: it is {folder / name} now, and was {path}; {REWRITE}=1 writes "
-            "the new one there"]
+    return [f"{fault}; it is {folder / name} now, and was {PICTURES / name}"]

@@ -4,16 +4,16 @@
 With SPARKGRID_WRITE_SCREENS=1 in the environment they are written instead: read the difference.
 """
 
-import os
 import pathlib
 import re
 
 import pytest
 
+from stored import differs
+
 pytestmark = pytest.mark.anyio
 SIZES = [(80, 24), (120, 40), (240, 60)]
 SCREENS = pathlib.Path(__file__).parent / "screens"
-WRITE = "SPARKGRID_WRITE_SCREENS"
 SIGNS = "● live", "mini", "2 ranks", "Engine", "context 4,096 tokens", "^q Quit"
 PICTURES = [            # name, keys, what shows it is there, keys back to the first page
     ("dashboard", [], "Engine", []), ("requests", ["2"], "decode", ["1"]),
@@ -56,9 +56,5 @@ async def test_screens(console, server, until, screen_text, size):
 def compare(shown, name):
     """What to say where the picture is not the file of that name, times of day left out."""
     shown = re.sub(r"\b\d\d:\d\d:\d\d\b", "hh:mm:ss", shown) + "\n"
-    path = SCREENS / name
-    if os.environ.get(WRITE):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(shown, encoding="utf-8")
-    same = path.exists() and shown == path.read_text(encoding="utf-8")
-    return [] if same else [f"{name} has changed; {WRITE}=1 writes it anew:\n{shown}"]
+    fault = differs(SCREENS / name, shown)
+    return [f"{fault}\n{shown}"] if fault else []

@@ -9,9 +9,9 @@ import asyncio
 import time
 from contextlib import aclosing
 
+from tui.answer import ClientError
 from tui.chat.message import figures_of
 from tui.chat.text import sendable
-from tui.client import ClientError
 from tui.messages import ReplyDelta, ReplyEnded, ReplyFailed, ReplyStarted
 
 WRITES = 20             # times a second, at most, that what arrived is told
