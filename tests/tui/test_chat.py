@@ -261,3 +261,15 @@ async def test_a_terminal_obeys_nothing_of_a_reply(run, server):
         assert not set(d.screen) & set("\x1b\x07\x9b")
         assert "[bold]hi" in d.screen and "[red]plain[/red]" in d.screen and "␛" in d.screen
     await run(steps, (120, 40))
+
+
+@pytest.mark.parametrize("text", ["what does [/b] do?", "[red]x[/red] [x", "[@click=app.quit]x[/]"])
+async def test_brackets_in_a_title_are_brackets(run, server, text):
+    """The first question's is the conversation's, a tool's name stands there as well."""
+    async def steps(d):
+        await d.ask(text)
+        assert f"╭─ {text} ─" in d.screen and f"█ {text}" in d.screen
+        server.say("", calls=[(text, "{}")])
+        await d.ask("call it")
+        assert f"╭─ Result of {text} (Esc: write as yourself) ─" in d.screen
+    await run(steps, (100, 24))

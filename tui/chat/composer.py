@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from textual.binding import Binding
 from textual.containers import Vertical
+from textual.content import Content
 from textual.message import Message
 from textual.widgets import Static, TextArea
 
@@ -118,7 +119,7 @@ class Composer(Vertical):
 
     def mode(self, title):
         """What a message would be, other than the next question."""
-        self.border_title = title or "Message"
+        self.border_title = Content(title or "Message")
         self.border_subtitle = HINT
 
     @property
