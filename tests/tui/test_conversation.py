@@ -122,6 +122,8 @@ def test_figures():
     assert figures(found) == ("complete · 91 tokens (30 reasoning) · 45.0 tokens/s · "
                               "first token 0.50 s · in all 2.5 s · "
                               "prompt 210 tokens, 200 of them cached")
+    assert figures({"reason": "stop", "tokens": 1, "prompt": 1}) == (
+        "complete · 1 token · prompt 1 token, ? of them cached")
 
 
 @pytest.mark.parametrize("usage", [

@@ -327,6 +327,9 @@ async def test_every_panel_says_what_it_means(screen_text):
         for panel in (*app.query(Panel), *app.query(Requests), *app.query(Kept),
                       app.query_one(EventLog)):
             assert panel.tooltip == panel.HELP and len(panel.HELP) > 20
+        for widget in app.query("*"):       # brackets in a tooltip are not taken for markup
+            told = widget.tooltip or ""
+            assert not isinstance(told, str) or Content.from_markup(told).plain == told
         await pilot.press("2")
         assert "cached" in app.query_one(Hint).line
         assert app.query_one(Hint).line[:100] in screen_text(app)

@@ -1,7 +1,7 @@
 """A conversation as a Markdown file, for people: reasoning folded, tool calls as code."""
 
-from tui.chat.text import fence
-from tui.units import count, span
+from tui.chat.text import count, fence
+from tui.units import UNKNOWN, span
 
 NAMES = {"user": "You", "assistant": "Reply", "tool": "Tool result"}
 
@@ -42,11 +42,11 @@ def figures(found):
     reason = found.get("reason", "")
     parts = [REASONS.get(reason, reason)]
     if "tokens" in found:
-        parts.append(f"{count(found['tokens'])} tokens")
+        parts.append(count(found["tokens"], "token"))
         if found.get("reasoning"):
-            parts[-1] += f" ({count(found['reasoning'])} reasoning)"
+            parts[-1] += f" ({found['reasoning']:,} reasoning)"
     elif found.get("pieces"):
-        parts.append(f"about {count(found['pieces'])} tokens")
+        parts.append(f"about {count(found['pieces'], 'token')}")
     if "rate" in found:
         parts.append(f"{found['rate']:.1f} tokens/s")
     if "first" in found:
@@ -54,6 +54,7 @@ def figures(found):
     if "seconds" in found:
         parts.append(f"in all {span(found['seconds'])}")
     if "prompt" in found:
-        parts.append(f"prompt {count(found['prompt'])} tokens, "
-                     f"{count(found.get('cached'))} of them cached")
+        cached = found.get("cached")
+        parts.append(f"prompt {count(found['prompt'], 'token')}, "
+                     f"{UNKNOWN if cached is None else f'{cached:,}'} of them cached")
     return " · ".join(part for part in parts if part)

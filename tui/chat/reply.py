@@ -13,8 +13,8 @@ from textual.widgets import Collapsible, Static
 from tui.chat.call import Call
 from tui.chat.export import figures
 from tui.chat.parts import Parts
-from tui.chat.text import printable
-from tui.units import count, span
+from tui.chat.text import count, printable
+from tui.units import span
 
 INTERRUPTED = "its end was not kept: the console that asked ended before it, or still has it"
 
@@ -73,7 +73,7 @@ class Reply(Vertical, can_focus=True):
         m = self.message
         if m.reasoning_content:
             self._folded.add_class("-there")
-            self._folded.title = f"Reasoning · {count(len(m.reasoning_content))} characters"
+            self._folded.title = f"Reasoning · {count(len(m.reasoning_content), 'character')}"
             if not self._folded.collapsed:
                 await self._thoughts.show(m.reasoning_content)
         await self._text.show(m.content.lstrip("\n"))
@@ -117,4 +117,4 @@ class Reply(Vertical, can_focus=True):
         """The whole text, also what is not shown."""
         text = self.message.content
         self.app.copy_to_clipboard(text)
-        self.app.notify(f"{count(len(text))} characters copied", title="Copied")
+        self.app.notify(f"{count(len(text), 'character')} copied", title="Copied")

@@ -3,14 +3,14 @@
 import time
 from dataclasses import dataclass
 
+from rich.text import Text
 from textual.binding import Binding
 from textual.message import Message
 from textual.widgets import OptionList
 from textual.widgets.option_list import Option
-from rich.text import Text
 
-from tui.chat.text import one_line
-from tui.units import count, span
+from tui.chat.text import count, one_line
+from tui.units import span
 
 
 class Sidebar(OptionList):
@@ -53,7 +53,7 @@ class Sidebar(OptionList):
         mark = "…" if entry.id in busy else "●" if entry.id == open_id else " "
         age = span(max(0, time.time() - entry.changed))
         return Text(f"{mark} {one_line(entry.title, 24)}\n"
-                    f"  {count(entry.turns)} messages, {age} ago")
+                    f"  {count(entry.turns, 'message')}, {age} ago")
 
     def on_option_list_option_selected(self, event):
         event.stop()

@@ -6,7 +6,7 @@ from textual.widgets import Static
 from tui.chat.more import More
 from tui.chat.question import Question
 from tui.chat.reply import Reply
-from tui.units import count
+from tui.chat.text import count
 
 SHOWN = 24      # messages that are there from the start, at most
 STEP = 12       # and that the line above brings
@@ -103,7 +103,7 @@ class Transcript(VerticalScroll, can_focus=False):
 
     def _say(self):
         self._empty.display = not self._conversation.messages
-        self._above.say(count(self._first) + " messages" if self._first else "")
+        self._above.say(count(self._first, "message") if self._first else "")
 
     @property
     def last_reply(self):

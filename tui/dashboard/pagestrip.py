@@ -21,7 +21,7 @@ class PageStrip(Widget):
     def __init__(self, names, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._names, self._page = names, next(iter(names))
-        self.tooltip = self.HELP
+        self.tooltip = Content(self.HELP)
 
     def show(self, page):
         """Mark a page as shown."""
