@@ -28,6 +28,8 @@ class Terminal:
         self.code = tmp_path / "code"
         command = shlex.join([sys.executable, "-m", "tui", *options])
         env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "LC_ALL": "C.UTF-8"}
+        for name in ("COLUMNS", "LINES"):       # Textual takes them for the terminal's own size
+            env.pop(name, None)
         command += f"; echo $? >{self.code}; echo console left; sleep 60"
         subprocess.run([*self._tmux, "-u", "new-session", "-d", "-x", str(size[0]), "-y",
                         str(size[1]), command], check=True, env=env)
