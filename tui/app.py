@@ -35,9 +35,10 @@ class Console(Actions, App):
     CSS_PATH = "styles.tcss"
     BINDINGS = [
         Binding("f1", "help", "Help", priority=True, tooltip="This help"),
-        Binding("f2", "view('dashboard')", "Dashboard", priority=True,
+        Binding("f2", "view('dashboard')", "Dashboard", show=False, priority=True,
                 tooltip="Show the dashboard"),
-        Binding("f3", "view('chat')", "Chat", priority=True, tooltip="Show the chat"),
+        Binding("f3", "view('chat')", "Chat", show=False, priority=True,
+                tooltip="Show the chat"),
         Binding("f5", "hurry", "Reconnect", show=False, priority=True,
                 tooltip="Try the engine now instead of at the end of the countdown"),
         Binding("f9", "light", "Light/dark", show=False, priority=True,

@@ -99,7 +99,8 @@ class Help(ModalScreen):
     def compose(self):
         sections = [*keys_of(self.app), ("Everywhere, too", MORE), ("Words and signs", WORDS)]
         with VerticalScroll() as scroll:
-            scroll.border_title, scroll.border_subtitle = "Help", "Esc closes"
+            scroll.border_title = "Help"
+            scroll.border_subtitle = "[@click=screen.dismiss]Esc closes[/]"
             for title, lines in sections:
                 yield Static(title, classes="section", markup=False)
                 for keys, what in lines:

@@ -2,6 +2,7 @@
 """The mouse at the two usual sizes of a terminal: what is clicked, and what the wheel scrolls."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from textual.events import MouseScrollDown, MouseScrollUp
@@ -69,7 +70,7 @@ async def test_the_dashboard(at, size, server):
         await m.click("x End request")
         await m.shows("x again ends request 40")
         assert server.cancelled == []
-        await m.click("x End request")
+        await m.click("x again ends request 40")
         await m.until(lambda: server.cancelled == [40], "its end")
         await m.until(lambda: "▶ decode" not in m.screen, "the row's end")
     await at(steps)
@@ -84,7 +85,26 @@ async def test_what_opens_is_closed(at, size):
         assert m.screen != before
         await m.pilot.click(offset=(1, size[1] // 2))      # beside it
         assert len(m.app.screen_stack) == 1
+        await m.click("F1 Help")
+        await m.click("Esc closes")
+        assert len(m.app.screen_stack) == 1
     await at(steps)
+
+
+@pytest.mark.parametrize("words, left, ends", [
+    ("Leave it running", True, True), ("Stop it", False, True), ("Stay", False, False)])
+async def test_the_question_before_it_ends(console, server, size, screen_text, until, words, left,
+                                           ends):
+    engine = SimpleNamespace(left=False, code=None)
+    async with console(server, size, engine=engine) as (app, pilot):
+        m = Mouse(app, pilot, server, screen_text, until)
+        await until(lambda: app.up and app.state, "the first tree")
+        await pilot.pause()
+        await m.click("^q Quit")
+        await m.shows("3 requests would")
+        await pilot.click(offset=m.where(words))
+        await until(lambda: app.is_running != ends and len(app.screen_stack) == 1, "its answer")
+        assert engine.left == left
 
 
 async def test_a_click_ends_the_countdown(at, size, server, monkeypatch):
@@ -149,4 +169,74 @@ async def test_the_wheel_leaves_the_end_of_a_growing_reply(at, size, server):
         assert re.findall(r"line-\d+", m.screen) == before != []
         await m.wheel(middle, 40)
         await m.shows("line-59")
+    await at(steps)
+
+
+async def test_what_shows_a_key_is_clicked(at, size, server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    async def steps(m):
+        composer = m.chat.query_one(Composer)
+        await m.click("F3 Chat")
+        server.say("one two", reasoning="Let me think.", hold=3)
+        await m.say("Why?")
+        await m.click("esc stops")
+        await m.shows("stopped by you")
+        await m.click("F8 reasoning")
+        await m.shows("Let me think.")
+        await m.click("^J new line")
+        await m.click("^J new line")
+        assert composer.text == "\n\n" and m.app.focused in composer.query("*")
+        composer.put("")
+        await m.click("^G edit last")
+        assert composer.text == "Why?"
+        await m.click("Esc leaves it as it was")
+        assert composer.text == ""
+        server.mode = "500"
+        await m.click("^r Retry")
+        await m.shows("rank 1 is lost")
+        server.mode = "ok"
+        server.say("Because.")
+        await m.click("ctrl+r retries")
+        await m.shows("Because.")
+    await at(steps)
+
+
+async def test_dialogs_are_answered_and_left(at, size, server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("a\n")
+
+    async def steps(m):
+        await m.click("F3 Chat")
+        await m.ask("Why?")
+        await m.click("^S save")
+        await m.shows("Save this conversation")
+        await m.click("Leave it (Esc)")
+        assert len(m.app.screen_stack) == 1 and not (tmp_path / "Why.md").exists()
+        await m.click("^S save")
+        await m.click("Do it (Enter)")
+        await m.until((tmp_path / "Why.md").exists, "the file")
+        await m.click("^S save")
+        await m.click("Do it (Enter)")
+        await m.shows("✗ Why.md is there already")
+        await m.click("Leave it (Esc)")
+        await m.click("^F file")
+        await m.shows("Attach a text file")
+        await m.press(*"notes.txt")
+        await m.click("Do it (Enter)")
+        await m.shows("+ notes.txt")
+        if size[0] < 110:
+            await m.click("^t List")
+        await m.click("r rename")
+        await m.click("Leave it (Esc)")
+        await m.click("d delete")
+        await m.shows("Delete “Why?” and its file?")
+        await m.click("No (n, Esc)")
+        assert m.chat.current.messages
+        await m.click("d delete")
+        await m.press("enter")          # what the keyboard is on is the harmless answer
+        assert m.chat.current.messages
+        await m.click("d delete")
+        await m.click("Yes (y)")
+        await m.shows("No messages yet.")
     await at(steps)

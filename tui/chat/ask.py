@@ -3,10 +3,10 @@
 import os
 
 from textual.binding import Binding
-from textual.containers import Vertical
+from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
 from textual.suggester import Suggester
-from textual.widgets import Input, Static
+from textual.widgets import Button, Input, Static
 
 
 class Paths(Suggester):
@@ -36,6 +36,8 @@ class Ask(ModalScreen):
     Ask > Vertical { width: 72; max-width: 96%; height: auto; border: round $accent; padding: 0 1;
                      background: $surface; }
     Ask .help { color: $text-muted; height: auto; }
+    Ask Horizontal { height: auto; }
+    Ask Button { margin: 0 2 0 0; }
     Ask .fault { color: $text-error; height: auto; display: none; }
     """
     BINDINGS = [Binding("escape", "leave", "Cancel")]
@@ -51,29 +53,40 @@ class Ask(ModalScreen):
             yield Static(self._help, markup=False, classes="help")
             yield Input(self._value, suggester=self._suggester, select_on_focus=False)
             yield Static("", markup=False, classes="fault")
-            yield Static("Enter: do it   Esc: leave it", classes="help")
+            with Horizontal():
+                yield Button("Do it (Enter)", id="do", variant="primary", compact=True)
+                yield Button("Leave it (Esc)", id="leave", compact=True)
+
+    def on_button_pressed(self, event):
+        event.stop()
+        self._do(self.query_one(Input).value) if event.button.id == "do" else self.action_leave()
 
     def on_input_submitted(self, event):
         event.stop()
-        fault = self._check(event.value)
+        self._do(event.value)
+
+    def _do(self, line):
+        fault = self._check(line)
         if not fault:
-            self.dismiss(event.value)
+            self.dismiss(line)
             return
-        line = self.query_one(".fault", Static)
-        line.display = True
-        line.update(f"✗ {fault}")
+        said = self.query_one(".fault", Static)
+        said.display = True
+        said.update(f"✗ {fault}")
 
     def action_leave(self):
         self.dismiss(None)
 
 
 class Confirm(ModalScreen):
-    """Gives True for y."""
+    """Gives True for yes."""
 
     DEFAULT_CSS = """
     Confirm { align: center middle; }
-    Confirm > Static { width: 60; max-width: 96%; height: auto; border: round $warning;
-                       padding: 0 1; background: $surface; }
+    Confirm > Vertical { width: 60; max-width: 96%; height: auto; border: round $warning;
+                         padding: 0 1; background: $surface; }
+    Confirm Horizontal { height: auto; margin: 1 0 0 0; }
+    Confirm Button { margin: 0 2 0 0; }
     """
     BINDINGS = [Binding("y", "answer(True)", "Yes"), Binding("n,escape", "answer(False)", "No")]
 
@@ -82,7 +95,18 @@ class Confirm(ModalScreen):
         self._question = question
 
     def compose(self):
-        yield Static(f"{self._question}\n\ny: yes   n, Esc: no", markup=False)
+        with Vertical():
+            yield Static(self._question, markup=False)
+            with Horizontal():
+                yield Button("Yes (y)", id="yes", variant="warning", compact=True)
+                yield Button("No (n, Esc)", id="no", compact=True)
+
+    def on_mount(self):
+        self.query_one("#no").focus()
+
+    def on_button_pressed(self, event):
+        event.stop()
+        self.dismiss(event.button.id == "yes")
 
     def action_answer(self, yes):
         self.dismiss(yes)

@@ -148,10 +148,10 @@ class Chat(Actions, Listed, Replies, Sending, Widget):
         sidebar.show(self._entries, self.current.id, {r.conversation.id for r in self.runs})
         call = self.call
         if self._editing:
-            composer.mode("The last question again (Esc leaves it as it was)")
+            composer.mode("The last question again", "Esc leaves it as it was")
         elif call is not None:
-            composer.mode(f"Result of {printable(call['function']['name'])[:40]} "
-                          "(Esc: write as yourself)")
+            composer.mode(f"Result of {printable(call['function']['name'])[:40]}",
+                          "Esc: write as yourself")
         else:
             composer.mode(printable(self.current.title))
         self.refresh_bindings()

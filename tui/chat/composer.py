@@ -18,7 +18,9 @@ PASTE = 4000            # characters, or
 PASTE_LINES = 60        # lines that go into the text
 MOST = 32 << 20         # characters of a message
 PLACEHOLDER = "Ask the model; Enter sends"
-HINT = "^J new line · ^F file · ^G edit last · ^S save · F8 reasoning"
+HINT = " · ".join(f"[@click=press('{key}')]{words}[/]" for key, words in (
+    ("ctrl+j", "^J new line"), ("ctrl+f", "^F file"), ("ctrl+g", "^G edit last"),
+    ("ctrl+s", "^S save"), ("f8", "F8 reasoning")))
 
 
 class Entry(TextArea):
@@ -117,10 +119,18 @@ class Composer(Vertical):
     def on_mount(self):
         self.mode("")
 
-    def mode(self, title):
-        """What a message would be, other than the next question."""
-        self.border_title = Content(title or "Message")
+    def mode(self, title, escape=""):
+        """What a message would be, other than the next question. escape: what Esc does to that."""
+        self.border_title = Content.from_markup(
+            "$title ([@click=press('escape')]$escape[/])" if escape else "$title",
+            title=title or "Message", escape=escape)
         self.border_subtitle = HINT
+
+    def action_press(self, key):
+        """As if the key was pressed in the text."""
+        self.focus()
+        # from the app: a key that the text's parent sends does not go on from the text
+        self.app.call_later(self.app.simulate_key, key)
 
     @property
     def text(self):

@@ -8,6 +8,7 @@ import asyncio
 
 from textual.binding import Binding
 from textual.containers import Vertical
+from textual.content import Content
 from textual.widgets import Collapsible, Static
 
 from tui.chat.call import Call
@@ -86,7 +87,9 @@ class Reply(Vertical, can_focus=True):
             self._end()
         elif seconds is not None:
             said = "waiting for the first token" if m.empty else "streaming"
-            self._figures.update(f"… {said} · {span(seconds)} · esc stops")
+            self._figures.update(Content.from_markup(
+                "… $said · $time · [@click=app.simulate_key('escape')]esc stops[/]",
+                said=said, time=span(seconds)))
 
     def _end(self):
         found = self.message.figures
@@ -96,7 +99,9 @@ class Reply(Vertical, can_focus=True):
         self.set_class(bool(fault), "-failed")
         self._fault.display = bool(fault)
         if fault:
-            self._fault.update(f"✗ {printable(fault)}\nctrl+r retries")
+            self._fault.update(Content.from_markup(
+                "✗ $fault\n[@click=app.simulate_key('ctrl+r')]ctrl+r retries[/]",
+                fault=printable(fault)))
         self._figures.update(printable(figures(found)))
 
     async def end(self):

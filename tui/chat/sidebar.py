@@ -35,7 +35,8 @@ class Sidebar(OptionList):
     def __init__(self, **options):
         super().__init__(markup=False, **options)
         self.border_title = "Conversations"
-        self.border_subtitle = "d delete, r rename, l load"
+        self.border_subtitle = ", ".join(f"[@click=ask('{what}')]{what[0]} {what}[/]"
+                                         for what in ("delete", "rename", "load"))
         self.tooltip = "● open, … being answered; the time since its last message"
         self._ids = []
 

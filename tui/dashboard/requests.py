@@ -75,14 +75,15 @@ class Requests(LiveTable):
 
     def _say(self):
         """The title: how many there are, and what a second press will do."""
-        line = f"{self.BORDER_TITLE}  {self._total:,}"
+        line, again = f"{self.BORDER_TITLE}  {self._total:,}", ""
         if self._total > MOST:
             line += f", the first {MOST:,} shown"
         if self._armed:
-            line += f"  ! x again ends request {self._armed[0]}"
-        if line != self._said:
-            self._said = line
-            self.border_title = Content(line)
+            again = f"! x again ends request {self._armed[0]}"
+        if (line, again) != self._said:
+            self._said = line, again
+            self.border_title = Content.from_markup(
+                "$line  [@click=cancel]$again[/]" if again else "$line", line=line, again=again)
 
     def action_cancel(self):
         """Ask, then end the selected request."""
