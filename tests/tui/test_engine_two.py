@@ -26,7 +26,7 @@ REMEDY = "(--api-key KEY, or SPARKGRID_API_KEY in the environment)"
 
 @pytest.fixture(scope="module")
 def engine():
-    with Serve(2, "--context", "8192", "--api-key", KEY, launcher=bare) as found:
+    with Serve(2, "--context", "8192", "--chunk", "16", "--api-key", KEY, launcher=bare) as found:
         yield found
 
 
@@ -91,6 +91,27 @@ async def test_the_ranks_and_a_request_that_is_cancelled_from_the_table(engine, 
         assert "✗ this request was ended at the engine, by its operator ctrl+r retries" in d.flat
         (file,) = own_state.rglob("conversations/*.json")
         assert json.loads(file.read_text())["messages"][-1]["content"] == reply.content
+    await chat(steps)
+
+
+async def test_a_request_is_cancelled_in_the_middle_of_its_prompt(chat):
+    """Of 6,000 tokens, sixteen a round: seconds of work, of which most is never done."""
+    async def steps(d):
+        computed = d.app.state["tokens"]["prefill"]
+        d.chat.query_one(Composer).put("word " * 6000)
+        await d.say("")
+        await d.press("f2")
+        await d.shows("» prefill")
+        d.app.query_one("Requests").focus()
+        await d.press("x", "x")
+        await d.until(lambda: not d.app.state["requests"], "the request's end")
+        await d.press("f3")
+        await d.idle()
+        reply = d.chat.current.messages[-1]
+        assert reply.empty and reply.figures["reason"] == "failed"
+        assert "✗ this request was ended at the engine, by its operator" in d.flat
+        assert 0 < d.app.state["tokens"]["prefill"] - computed < 5000
+        await d.until(lambda: d.app.state["pool"]["tokens_leased"] == 0, "its pages")
     await chat(steps)
 
 
