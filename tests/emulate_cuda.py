@@ -34,6 +34,27 @@ class Warp:
         return self.result
 
 
+class Copies:
+    """A thread's asynchronous copies. late: they land when they are waited for, not at once."""
+
+    def __init__(self, late):
+        self.late, self.new, self.groups = late, [], []
+
+    def start(self, land):
+        self.new.append(land)
+        if not self.late:
+            land()
+
+    def commit(self):
+        self.groups.append(self.new)
+        self.new = []
+
+    def wait(self, pending):
+        while len(self.groups) > pending:
+            for land in self.groups.pop(0):
+                land()
+
+
 def _fake_cuda():
     cuda = pytypes.SimpleNamespace(jit=lambda **options: lambda kernel: kernel)
 
@@ -172,20 +193,7 @@ def _copy16(where, array, index, size):
     def land():
         _shared_bytes()[where:where + 16] = data
     assert where % 16 == 0
-    _here.copies.append(land)
-    if not _here.late:
-        land()
-
-
-def _copy_commit():
-    _here.groups.append(_here.copies)
-    _here.copies = []
-
-
-def _copy_wait(pending):
-    while len(_here.groups) > pending:
-        for land in _here.groups.pop(0):
-            land()
+    _here.copies.start(land)
 
 
 # ---- of gemm_ring: an address is (array, index) --------------------------------------------------
@@ -241,7 +249,8 @@ FAKES = dict(
     add_rn=lambda a, b: np.float32(a) + np.float32(b), narrow=_bf16,
     mul_rn=lambda a, b: np.float32(a) * np.float32(b),
     sigmoid=lambda x: np.float32(1) / (np.float32(1) + np.exp(-np.float32(x))),
-    copy16=_copy16, copy_commit=_copy_commit, copy_wait=_copy_wait, shared_address=lambda array: 0,
+    copy16=_copy16, copy_commit=lambda: _here.copies.commit(),
+    copy_wait=lambda pending: _here.copies.wait(pending), shared_address=lambda array: 0,
     lds32=lambda where: _shared_bytes().view(np.float32)[where // 4],
     is_fp8=_is_fp8, zeros=lambda count: (np.float32(0),) * count,
     row_offsets=lambda base, first, last, shift, stride, count: tuple(
@@ -270,7 +279,7 @@ def _run_block(kernel, args, block, grid, threads, late):
         _here.thread, _here.block, _here.grid = (thread, 0, 0), block, grid
         _here.lane, _here.warp, _here.all = thread % 32, warps[thread // 32], everyone
         _here.shared, _here.lock, _here.arrays = shared, lock, 0
-        _here.copies, _here.groups, _here.late = [], [], late
+        _here.copies = Copies(late)
         try:
             with np.errstate(over="ignore"):
                 kernel(*args)

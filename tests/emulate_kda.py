@@ -12,7 +12,7 @@ import types as pytypes
 
 import emulate_cuda
 import numpy as np
-from emulate_cuda import Warp, _bf16, _halves, fma
+from emulate_cuda import Copies, Warp, _bf16, _halves, fma
 
 from engine.model import kda_chunk_cuda, kda_cuda, kda_row_cuda
 
@@ -92,20 +92,7 @@ def _copy16(where, array, index, size):
 
     def land():
         memory[where:where + 16] = data
-    _here.copies.append(land)
-    if not _here.late:
-        land()
-
-
-def _commit():
-    _here.groups.append(_here.copies)
-    _here.copies = []
-
-
-def _wait(pending):
-    while len(_here.groups) > pending:
-        for land in _here.groups.pop(0):
-            land()
+    _here.copies.start(land)
 
 
 def _mma(*operands):
@@ -148,7 +135,8 @@ FAKES = dict(
     bits_float=lambda bits: np.uint32(bits).view(F32), st128=_store, ld128=_words, ldg128=_words,
     float_bits=lambda value: F32(value).view(np.uint32), lds128=_lds128,
     lds32=lambda where: _here.block_state.bytes[where:where + 4].view(F32)[0], copy16=_copy16,
-    copy_commit=_commit, copy_wait=_wait, mma_bf16=_mma, warp_sum=_warp_sum,
+    copy_commit=lambda: _here.copies.commit(),
+    copy_wait=lambda pending: _here.copies.wait(pending), mma_bf16=_mma, warp_sum=_warp_sum,
     shared_address=lambda array: _here.block_state.address[id(array)])
 
 
@@ -178,7 +166,7 @@ class Launch:
             _here.thread, _here.block, _here.grid = (thread, 0, 0), block, grid
             _here.dim, _here.lane, _here.warp = (threads, 1, 1), thread % 32, warps[thread // 32]
             _here.all, _here.block_state, _here.arrays = everyone, state, 0
-            _here.copies, _here.groups, _here.late = [], [], self.late
+            _here.copies = Copies(self.late)
             try:
                 with np.errstate(all="ignore"):
                     self.kernel(*args)

@@ -27,9 +27,7 @@ def _copies(where, array, rows, k, size, row_bytes):
         def land(to=to, data=data):
             _bytes()[to:to + 16] = data
         assert to % 16 == 0
-        _here.copies.append(land)
-        if not _here.late:
-            land()
+        _here.copies.start(land)
 
 
 def _chunk(w, mt, nt, side, chunk):
