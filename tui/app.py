@@ -191,5 +191,5 @@ class Console(Actions, App):
                       else f"request {number} had ended already")
 
     def _show(self):
-        if self.dashboard.is_attached:
+        if self.is_running and self.dashboard.is_attached:      # its panels close one by one
             self.dashboard.update(self.state, self.history)

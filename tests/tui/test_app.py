@@ -2,6 +2,7 @@
 """The console over a canned engine at three sizes: its views, help, themes, and what it does when
 the engine is gone, back, another one, unwell, or lies."""
 
+import asyncio
 import re
 
 import pytest
@@ -13,6 +14,7 @@ from tui import app as app_file
 from tui import link
 from tui.app import Console
 from tui.banner import Banner
+from tui.dashboard.rank import Ranks
 from tui.help import Help
 from tui.messages import CancelRequest, Telemetry
 from tui.once import report
@@ -186,6 +188,21 @@ async def test_f5_ends_the_countdown(console, server, until, monkeypatch):
         server.mode = "ok"
         await pilot.press("f5")
         await until(lambda: app.up, "the engine")
+
+
+async def test_a_tree_that_comes_while_the_console_closes(console, server, until):
+    for passes in range(6, 22):     # of the loop: its panels close one by one, before the app does
+        async with console(server, (120, 40)) as (app, _):
+            await until(app.query_one(Ranks).panels, "the first tree")
+
+            async def late():
+                while app.is_running:
+                    await asyncio.sleep(0)
+                for _ in range(passes):
+                    await asyncio.sleep(0)
+                app.post_message(Telemetry(app.state, 0.0))
+            posting = asyncio.create_task(late())
+        await posting
 
 
 async def test_an_engine_started_again_is_noticed(console, server, until, quick):
